@@ -1,0 +1,270 @@
+"""Every setting of a run, as frozen dataclasses: this file is the reference of the configuration.
+
+A YAML file has one section a field of `Config` (`model:`, `parallel:`, ...). The docstring under a field gives its
+meaning and its unit. `config_loader.py` fills these classes and `checks.py` judges combinations. No torch here, so that
+`python -m gspo_megatron check` answers at once on a login node.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = ""
+    """Where the run writes everything: config.yaml, metrics.jsonl, rollouts/, hf/. Required."""
+    seed: int = 1
+    """Seeds the order of prompts, the servers' sampling, and Megatron's generators."""
+    overwrite: bool = False
+    """Replace what an earlier run left in `run.dir`; without it such a directory is refused."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hf: str = ""
+    """Directory of the Hugging Face checkpoint to start from (config.json, tokenizer, *.safetensors). Required."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the parallel axes, in ranks. Data parallelism is world size / (tensor * pipeline * context)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    """Model chunks a pipeline rank holds (interleaved schedule)."""
+    context: int = 1
+    expert: int = 1
+    """Ranks over which the experts of one layer are spread; lies across the data-parallel ranks."""
+    expert_tensor: int = 1
+    """Tensor-parallel size inside an expert."""
+    sequence_parallel: bool = True
+    """Split activations between the tensor-parallel regions; has an effect only where `tensor` > 1."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """What all losses share. `loss.name` chooses the subclass whose fields are allowed beside these."""
+
+    name: str = "gspo"
+    old_log_probs: Literal["recompute", "rollout"] = "recompute"
+    """Where pi_old comes from: a pass of the trainer before the first update, or the servers' own log-probs."""
+    i_know_what_i_do: tuple[str, ...] = ()
+    """Names of guards to switch off, as printed by their messages."""
+
+
+@dataclass(frozen=True)
+class GSPOConfig(LossConfig):
+    """Group Sequence Policy Optimization, arXiv 2507.18071 Eq. 5-7."""
+
+    name: str = "gspo"
+    clip_low: float = 3e-4
+    """The sequence ratio is clipped below 1 - clip_low where the advantage is negative."""
+    clip_high: float = 4e-4
+    """The sequence ratio is clipped above 1 + clip_high where the advantage is positive."""
+    aggregation: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
+    """The mean over sequences is the only one that is GSPO; the field is there to refuse another."""
+
+
+@dataclass(frozen=True)
+class GSPOTokenConfig(GSPOConfig):
+    """GSPO-token, arXiv 2507.18071 Eq. 13-17: the same ratio, token-wise gradient and advantages."""
+
+    name: str = "gspo_token"
+
+
+@dataclass(frozen=True)
+class GRPOConfig(LossConfig):
+    """GRPO as in arXiv 2507.18071 Eq. 2-3, without the KL term."""
+
+    name: str = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.27
+    aggregation: Literal["seq-mean-token-mean", "token-mean"] = "seq-mean-token-mean"
+
+
+LOSS_CONFIGS: dict[str, type[LossConfig]] = {"gspo": GSPOConfig, "gspo_token": GSPOTokenConfig, "grpo": GRPOConfig}
+"""Loss name -> its configuration class. `algorithm/losses.py` adds the function."""
+
+SEQUENCE_LOSSES = frozenset({"gspo", "gspo_token"})
+"""Losses whose ratio is of whole sequences: a clip range as wide as a token loss's never clips them."""
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    std: Literal["group", "none"] = "group"
+    """Divide the centred rewards by the group's standard deviation, or leave them (Dr.GRPO)."""
+    eps: float = 1e-6
+    """Added to the standard deviation."""
+    equal_tolerance: float = 1e-8
+    """A group whose rewards differ by no more than this has advantage 0 and counts as a zero-std group."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 100
+    """Rollout steps; each makes `updates_per_rollout` optimizer updates."""
+    updates_per_rollout: int = 4
+    """Mini-batches into which every rollout batch is split (4 in the paper)."""
+    tokens_per_micro_batch: int = 16384
+    """Token budget of one packed micro-batch on one data-parallel rank, prompts included."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Type of parameters and activations; log-probs, ratios, advantages and gradient sums are fp32 in any case."""
+    timeout_s: float = 1800.0
+    """Bound on every collective between trainer ranks, in seconds; must cover the longest rollout."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    min_lr: float = 0.0
+    """Where the cosine and linear schedules end."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: int = 0
+    """Optimizer updates (not rollout steps) of linear warm-up from 0."""
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+    """Bound on the global gradient norm; 0 switches it off."""
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """SGLang servers that rank 0 starts on its own node and stops at the end."""
+
+    count: int = 1
+    device: Literal["cpu", "cuda"] = "cuda"
+    tensor_parallel: int = 1
+    """Devices one server takes."""
+    first_device: int = 0
+    """Index of the first GPU that the servers may use; server i takes the `tensor_parallel` ones from
+    first_device + i * tensor_parallel on."""
+    port: int = 0
+    """Port of the first server, the others follow; 0 takes free ones."""
+    ready_timeout_s: float = 300.0
+    """How long a server may take until it answers, in seconds."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `sglang.launch_server`, `{mem-fraction-static: 0.8}`; `true` gives a bare flag."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    servers: tuple[str, ...] = ()
+    """URLs of running SGLang servers, `http://host:port`. Either this, or `launch`, or `replay`."""
+    launch: LaunchConfig | None = None
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 8
+    """Group size G of the group advantage; at least 2."""
+    max_response_tokens: int = 1024
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response; empty takes eos_token_id of generation_config.json, else of config.json."""
+    concurrency: int = 256
+    """Requests under way at once on one server."""
+    request_timeout_s: float = 600.0
+    """Bound on one generation request, in seconds."""
+    retries: int = 4
+    """Further tries of a failed request, with back-off, on another server where there is one."""
+    save: bool = False
+    """Write every step's samples to run.dir/rollouts/step_N.jsonl."""
+    replay: str = ""
+    """Directory of such files to train from instead of asking servers."""
+    max_logprob_gap: float = 0.5
+    """Stop when rollout/logprob_gap_mean (nats per token) exceeds this: the engine does not run this policy."""
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    transport: Literal["distributed"] = "distributed"
+    """How weights reach the servers: a collective group of the sending rank and all engine ranks."""
+    bucket_mib: float = 512.0
+    """Size of one flattened bucket, in MiB."""
+    host: str = ""
+    """Address at which the servers reach the sending rank; empty takes 127.0.0.1 when all servers are local,
+    else this machine's host name."""
+    timeout_s: float = 600.0
+    """Bound on every step of a sync, in seconds."""
+    prove_coverage: bool = True
+    """At the first sync overwrite the engine's weights with noise and sync again, so that a parameter that no
+    bucket reaches is found before the first rollout. Costs one more sync, once."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: str = ""
+    """`*.jsonl` (one object a line with `prompt`, and what the reward reads, say `answer`), or
+    `reasoning_gym:TASK` with the task's settings in `options`. Required unless replaying."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of a reasoning-gym task; `size` problems are made."""
+    shuffle: bool = True
+    chat_template: bool = False
+    """Wrap prompts by the tokenizer's chat template (always done where `prompt` is a list of messages)."""
+    max_prompt_tokens: int = 2048
+    """A longer prompt is refused when the data are read."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    name: str = ""
+    """A registered reward (`reasoning_gym`, `exact_match`, `math_verify`) or `package.module:function`.
+    Required unless replaying."""
+    timeout_s: float = 10.0
+    """Bound on scoring one response, in seconds; the scoring process is killed past it and the reward is 0."""
+    workers: int = 1
+    """Scoring processes on rank 0."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    writers: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...] = ()
+    """Writers beside metrics.jsonl, which is always written."""
+    project: str = "gspo_megatron"
+    """Project or experiment name for wandb, trackio and mlflow."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    hf_final: bool = True
+    """Write the trained policy to run.dir/hf in Hugging Face format at the end."""
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Pass-through to Megatron-Core's own dataclasses; keys are checked against their fields, and a key that one of our
+    sections or the model's config.json decides is refused."""
+
+    transformer: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron.core.transformer.TransformerConfig."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron.core.optimizer.OptimizerConfig."""
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Fields of megatron.core.distributed.DistributedDataParallelConfig."""
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    loss: LossConfig = field(default_factory=GSPOConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+
+
+class ConfigError(ValueError):
+    """Bad input from the user; `faults` holds one line each: key, value, what is allowed, what to do."""
+
+    def __init__(self, faults: str | list[str]):
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__("\n".join(self.faults))
