@@ -1,0 +1,1 @@
+"""SGLang servers: starting them, sampling from them, and sending them weights."""
