@@ -79,6 +79,10 @@ class SequenceBatch:
     """[N] group id of each sequence."""
     sequence_sum: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]  # __post_init__ fills it
     """[T] -> [N], a token quantity summed over each whole sequence, across context-parallel ranks where there are any."""
+    sequence_sums: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
+    """[T, K] -> [N, K], K such sums in one collective; made from `sequence_sum`, one call a column, when not given."""
+    counts_sequences: bool = True
+    """False on all context-parallel ranks but one: each of them sees all N sequences, and only one may count them."""
     token_sequence: Tensor = None  # type: ignore[assignment]
     """[T] index of the sequence that a token belongs to; made from cu_seqlens when not given."""
 
@@ -88,6 +92,8 @@ class SequenceBatch:
             self.token_sequence = torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths.device), lengths)
         if self.sequence_sum is None:
             self.sequence_sum = self._local_sum
+        if self.sequence_sums is None:
+            self.sequence_sums = self._column_sums
 
     @property
     def num_sequences(self) -> int:
@@ -95,6 +101,9 @@ class SequenceBatch:
 
     def _local_sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.num_sequences).index_add(0, self.token_sequence, values)
+
+    def _column_sums(self, values: Tensor) -> Tensor:
+        return torch.stack([self.sequence_sum(column) for column in values.unbind(1)], dim=1)
 
 
 def from_lists(

@@ -1,0 +1,1 @@
+"""Pure torch and Python: losses, advantages, packing. Imports config and types only."""
