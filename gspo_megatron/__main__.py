@@ -1,0 +1,89 @@
+"""The command line: `python -m gspo_megatron check CONFIG`, and `torchrun ... -m gspo_megatron train CONFIG`.
+
+Both exit with 2 and print every fault, one a line on stderr, when the configuration cannot run.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from gspo_megatron.checks import check_config
+from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.config_loader import read_config
+from gspo_megatron.layout import layout_of, layout_text, world_step
+from gspo_megatron.memory import memory_text
+from gspo_megatron.model_files import read_model
+
+REFUSED = 2
+"""Exit status of a configuration that cannot run."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if any(argument.startswith("-") for argument in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.overrides += rest  # overrides that follow an option, which argparse does not put with the others
+    if options.command == "check":
+        return check(options.config, options.overrides, options.world_size)
+    return train(options.config, options.overrides)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m gspo_megatron", description="GSPO with Megatron-Core and SGLang")
+    commands = parser.add_subparsers(dest="command", required=True)
+    checker = commands.add_parser("check", help="judge a configuration without GPUs or processes; exit 0, or 2 with faults")
+    checker.add_argument("--world-size", type=int, help="ranks that the run will have; default: the fewest that work")
+    trainer = commands.add_parser("train", help="train; start it with torchrun, one process a rank")
+    for command in (checker, trainer):
+        command.add_argument("config", metavar="CONFIG", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    return parser
+
+
+def find_faults(path: str, overrides: list[str], world_size: int | None) -> tuple[Config, list[str]]:
+    """The configuration, and every fault of the file and of the rules."""
+    config, faults = read_config(path, overrides)
+    # A key that could not be read is at its default by now: what the rules say of it would mislead.
+    unread = {fault.split(":")[0] for fault in faults}
+    faults += [fault for fault in check_config(config, world_size) if fault.split(":")[0] not in unread]
+    return config, faults
+
+
+def check(path: str, overrides: list[str], world_size: int | None) -> int:
+    config, faults = find_faults(path, overrides, world_size)
+    if faults:
+        return _refuse(faults)
+    layout = layout_of(config, world_size or world_step(config.parallel))
+    if world_size is None:
+        print(f"no --world-size given: this is for the fewest ranks that work, {layout.world}")
+    model, _ = read_model(Path(config.model.hf))
+    print(layout_text(config, layout))
+    print(memory_text(config, model, layout))
+    print("ok")
+    return 0
+
+
+def train(path: str, overrides: list[str]) -> int:
+    """Every rank judges the configuration for itself, before a process group starts, so that none waits for another."""
+    config, faults = find_faults(path, overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    if faults:
+        return _refuse(faults) if os.environ.get("RANK", "0") == "0" else REFUSED
+    from gspo_megatron.trainer import train as run  # imports torch, which `check` does without
+
+    try:
+        run(config)
+    except ConfigError as error:
+        return _refuse(error.faults)
+    return 0
+
+
+def _refuse(faults: list[str]) -> int:
+    for fault in faults:
+        print(" ".join(fault.splitlines()), file=sys.stderr)
+    return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

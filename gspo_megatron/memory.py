@@ -1,0 +1,167 @@
+"""How much memory a rank needs, per pipeline stage, before anything is started.
+
+Bytes per parameter (Megatron-LM, docs/source/api-guide/dist_optimizer.md, "Theoretical memory consumption"): a bf16
+parameter 2 and its fp32 gradient 4 on every rank, the fp32 master weight and Adam's two fp32 moments 12, spread over the
+ranks that hold copies: 6 + 12 / d. With fp32 parameters 4 + 4 + 8 / d, there is no further master weight. d is the
+data-parallel size times context for the dense part, and the number of copies of an expert for experts.
+
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4: what each operation saves for its backward pass,
+divided by the tensor-parallel size where sequence parallelism is on), with three changes: no T^2 term, as the attention
+core recomputes its scores; grouped-query attention's narrower keys and values; and per expert layer the router's fp32
+scores and, for each of the k chosen experts, a token's row before and after the exchange, and after the expert, and the
+expert's inner activations. Stage i of p pipeline stages holds p - i micro-batches at once (1F1B schedule, Narayanan et al.
+2021, arXiv 2104.04473, section 2.2.1).
+
+Not counted: the CUDA context and NCCL buffers (2 to 4 GiB a GPU), the allocator's fragmentation (a tenth is usual), and
+uneven routing: tokens are taken as spread evenly over experts.
+"""
+
+from dataclasses import dataclass
+
+from gspo_megatron.config import Config
+from gspo_megatron.layout import Layout
+from gspo_megatron.model_files import ModelInfo
+
+GIB = 2**30
+LOGITS_CHUNK_TOKENS = 512
+"""Tokens of which logits are held at once, in fp32: the logits, their softmax and their gradient. As in
+backend/log_likelihood.py (a test holds them equal)."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Number of parameters; of one rank, or of the whole model."""
+
+    dense: int
+    experts: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank of a pipeline stage."""
+
+    stage: str
+    parameters: Parameters
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    weight_sync: float
+    """Buffers of a transfer to the servers: a bucket, and the tensors it is gathered from."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.weight_sync
+
+
+def count_parameters(
+    model: ModelInfo, tensor: int = 1, expert: int = 1, expert_tensor: int = 1, layers: int | None = None,
+    embedding: bool = True, output: bool = True,
+) -> Parameters:
+    """Parameters of a rank that holds `layers` layers (default all), with the embedding and the output layer or not."""
+    shape = model.shape
+    layers = shape.num_layers if layers is None else layers
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    attention = shape.hidden * (query + 2 * key) // tensor + query * shape.hidden // tensor
+    norms = 2 * shape.hidden + 2 * shape.head_dim
+    router = shape.hidden * shape.num_experts
+    feed_forward = 0 if shape.num_experts else 3 * shape.hidden * shape.ffn // tensor
+    experts = shape.num_experts // expert * 3 * shape.hidden * shape.moe_ffn // expert_tensor
+    table = shape.padded_vocab(tensor) * shape.hidden // tensor
+    dense = layers * (attention + norms + router + feed_forward)
+    dense += table * embedding
+    dense += (table * (not shape.tied_embeddings or not embedding) + shape.hidden) * output
+    return Parameters(dense=dense, experts=layers * experts)
+
+
+def layer_activation_bytes(config: Config, model: ModelInfo, tokens: int) -> float:
+    """What one layer saves for the backward pass of `tokens` tokens on this rank's tensor-parallel part."""
+    shape, parallel = model.shape, config.parallel
+    size = 4 if config.train.dtype == "fp32" else 2
+    tensor = parallel.tensor
+    rows = tokens / (tensor if parallel.sequence_parallel else 1)
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    norms = 4 * rows * shape.hidden * size  # the inputs of both norms, and their outputs
+    # q, k, v as projected, q and k once more after their norm and after the rotation, and the attention's output
+    attention = tokens * ((query + 2 * key) + 2 * (query + key) + query) / tensor * size
+    softmax_sums = tokens * shape.num_heads / tensor * 4
+    if not shape.num_experts:
+        feed_forward = tokens * 3 * shape.ffn / tensor * size
+        return norms + attention + softmax_sums + feed_forward
+    chosen = rows * model.experts_per_token
+    router = rows * shape.num_experts * 4 * 3  # scores, probabilities and the map of the chosen
+    exchanged = 3 * chosen * shape.hidden * size
+    inner = 3 * chosen * shape.moe_ffn * size  # both halves of the gate, and their product
+    return norms + attention + softmax_sums + router + exchanged + inner
+
+
+def _activation_bytes(config: Config, model: ModelInfo, layers: int, in_flight: int) -> float:
+    shape, parallel = model.shape, config.parallel
+    size = 4 if config.train.dtype == "fp32" else 2
+    tokens = config.train.tokens_per_micro_batch // parallel.context
+    one = layer_activation_bytes(config, model, tokens)
+    if config.megatron.transformer.get("recompute_granularity") != "full":
+        return layers * one * in_flight
+    transformer = config.megatron.transformer
+    block = transformer.get("recompute_num_layers") or 1
+    rows = tokens / (parallel.tensor if parallel.sequence_parallel else 1)
+    boundary = rows * shape.hidden * size
+    if transformer.get("recompute_method") == "block":  # the first `block` layers are recomputed, the others are not
+        block = min(block, layers)
+        return in_flight * (block * boundary + (layers - block) * one) + (one if block else 0)
+    # uniform: the input of each group of `block` layers is kept, and one group at a time is computed again
+    return in_flight * -(-layers // block) * boundary + block * one
+
+
+def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -> Memory:
+    """Memory of a rank of pipeline stage `stage` (from 0 on)."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    layers = model.shape.num_layers // layout.pipeline
+    parameters = count_parameters(
+        model, layout.tensor, layout.expert, layout.expert_tensor, layers, embedding=first, output=last
+    )
+    size, state = (4, 8) if config.train.dtype == "fp32" else (2, 12)
+    optimizer = state * parameters.dense / (layout.data * layout.context) + state * parameters.experts / layout.expert_data
+    chunk = min(LOGITS_CHUNK_TOKENS, config.train.tokens_per_micro_batch)
+    logits = 3 * 4 * chunk * model.shape.padded_vocab(layout.tensor) / layout.tensor
+    name = "only" if layout.pipeline == 1 else "first" if first else "last" if last else "middle"
+    return Memory(
+        stage=name,
+        parameters=parameters,
+        weights=size * parameters.total,
+        gradients=4 * parameters.total,
+        optimizer=optimizer,
+        activations=_activation_bytes(config, model, layers, layout.pipeline - stage),
+        logits=logits if last else 0,
+        weight_sync=0 if config.rollout.replay else 2 * config.weights.bucket_mib * 2**20,
+    )
+
+
+def estimate(config: Config, model: ModelInfo, layout: Layout) -> list[Memory]:
+    """Memory of a rank of the first, of the fullest middle, and of the last pipeline stage."""
+    stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
+    return [stage_memory(config, model, layout, stage) for stage in stages]
+
+
+def memory_text(config: Config, model: ModelInfo, layout: Layout) -> str:
+    """The estimate as a table, in GiB a rank."""
+    whole = count_parameters(model)
+    head = f"{'stage':<8}{'parameters':>12}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'activations':>13}"
+    head += f"{'logits':>9}{'sync':>8}{'total':>9}"
+    lines = [
+        f"estimated memory of a rank in GiB, of a model of {whole.total / 1e9:.3g} billion parameters "
+        f"({whole.experts / 1e9:.3g} in experts)",
+        head,
+    ]
+    for row in estimate(config, model, layout):
+        values = (row.weights, row.gradients, row.optimizer, row.activations, row.logits, row.weight_sync, row.total)
+        widths = (10, 11, 11, 13, 9, 8, 9)
+        cells = "".join(f"{value / GIB:>{width}.2f}" for value, width in zip(values, widths, strict=True))
+        lines.append(f"{row.stage:<8}{row.parameters.total:>12,}{cells}")
+    lines.append("not counted: CUDA context and NCCL (2 to 4 GiB a GPU), fragmentation, uneven routing")
+    return "\n".join(lines)

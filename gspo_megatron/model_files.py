@@ -1,0 +1,161 @@
+"""What `check` reads of a Hugging Face checkpoint directory: sizes from config.json, and whether its files are whole.
+
+No weight is read, only the headers of the safetensors files, so that a checkpoint of hundreds of GB takes milliseconds.
+"""
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.weights.families import FAMILIES
+from gspo_megatron.weights.rules import ModelShape
+
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What preflight needs of config.json."""
+
+    architecture: str
+    shape: ModelShape
+    experts_per_token: int
+    """0 for a dense model."""
+    max_positions: int
+    """Longest sequence, in tokens."""
+
+
+def read_model(directory: Path) -> tuple[ModelInfo | None, list[str]]:
+    """The sizes in `directory`/config.json, or None and the faults, one line each."""
+    place = f"model.hf: {str(directory)!r}"
+    if not directory.is_dir():
+        return None, [f"{place} is not a directory; give the directory of a Hugging Face checkpoint"]
+    try:
+        values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, [f"{place} has no config.json; give the directory of a Hugging Face checkpoint"]
+    except (OSError, ValueError) as error:
+        return None, [f"{place}: config.json cannot be read as JSON ({error}); copy it again"]
+    if not isinstance(values, dict):
+        return None, [f"{place}: config.json holds no JSON object; copy it again"]
+    architectures = values.get("architectures") or ["none named"]
+    if architectures[0] not in FAMILIES:
+        allowed = ", ".join(FAMILIES)
+        return None, [f"{place}: architecture {architectures[0]} is not supported; supported are {allowed}"]
+    try:
+        info = _info(architectures[0], values)
+    except (KeyError, TypeError, ValueError) as error:
+        return None, [f"{place}: config.json lacks or misspells the size {error}; copy it from the model's source"]
+    return info, [f"{place}: {fault}" for fault in _unsupported(values, info.shape.num_experts > 0)]
+
+
+def _info(architecture: str, values: dict[str, Any]) -> ModelInfo:
+    """Raises ValueError with the name of a size that is missing or not a positive integer."""
+
+    def size(*names: str) -> int:
+        value = next((values[name] for name in names if values.get(name) is not None), None)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{names[0]} ({value!r})")
+        return value
+
+    for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        size(name)
+    moe = any("{E}" in name for row in FAMILIES[architecture].rows for name in row.hf)
+    sizes = {"num_experts": 0, "moe_intermediate_size": 0} if not moe else {
+        "num_experts": size("num_experts", "num_local_experts"),
+        "moe_intermediate_size": size("moe_intermediate_size"),
+    }
+    if not moe:
+        size("intermediate_size")
+    return ModelInfo(
+        architecture=architecture,
+        shape=ModelShape.from_hf(values | sizes),
+        experts_per_token=size("num_experts_per_tok") if moe else 0,
+        max_positions=size("max_position_embeddings"),
+    )
+
+
+def _unsupported(values: dict[str, Any], moe: bool) -> list[str]:
+    """Settings of config.json that change the computation in a way that is not modelled here."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    wrong = {
+        "hidden_act": values.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(values.get("attention_bias")),
+        "use_sliding_window": bool(values.get("use_sliding_window")),
+        "quantization_config": values.get("quantization_config") is not None,
+        "rope_parameters" if "rope_parameters" in values else "rope_scaling": (
+            rope.get("rope_type", rope.get("type", "default")) != "default"
+        ),
+        "mlp_only_layers": moe and bool(values.get("mlp_only_layers")),
+        "decoder_sparse_step": moe and values.get("decoder_sparse_step", 1) != 1,
+    }
+    return [
+        f"config.json has {name}: {json.dumps(values.get(name))}, which is not supported; use a checkpoint without it"
+        for name, is_wrong in wrong.items()
+        if is_wrong
+    ]
+
+
+def tokenizer_faults(directory: Path) -> list[str]:
+    if any(all((directory / name).is_file() for name in group) for group in _TOKENIZER_FILES):
+        return []
+    wanted = ", or ".join(" with ".join(group) for group in _TOKENIZER_FILES)
+    return [f"model.hf: {str(directory)!r} has no tokenizer files; copy {wanted} into it"]
+
+
+def weight_faults(directory: Path) -> list[str]:
+    """Missing, truncated or unreadable safetensors files, and tensors that the index lists but no file holds."""
+    place = f"model.hf: {str(directory)!r}"
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        single = directory / "model.safetensors"
+        if single.is_file():
+            return [f"{place}: {fault}" for fault in _file_fault(single)[1]]
+        pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+        if pickles:
+            return [f"{place} holds pickles ({pickles[0]}), which are refused; convert them to safetensors"]
+        return [f"{place} has neither model.safetensors nor model.safetensors.index.json; copy the weights into it"]
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = sorted(set(files.values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        return [f"{place}: {index.name} cannot be read ({error!r}); copy it again"]
+    faults, held = [], {}
+    for shard in shards:
+        if Path(shard).name != shard:
+            faults.append(f"{index.name} names {shard!r}, which lies outside the directory; write a plain file name")
+            continue
+        held[shard], found = _file_fault(directory / shard)
+        faults += found
+    for shard in shards:
+        missing = [name for name, file in files.items() if file == shard and name not in held.get(shard, {})]
+        if missing and held.get(shard):
+            faults.append(f"{shard} does not hold {len(missing)} tensors of the index, first {missing[0]!r}; copy it again")
+    return [f"{place}: {fault}" for fault in faults]
+
+
+def _file_fault(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The tensors in a safetensors file's header, and at most one fault."""
+    if not path.is_file():
+        return {}, [f"{path.name} is missing; copy it again"]
+    actual = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
+        if length > _MAX_HEADER_BYTES:
+            return {}, [f"{path.name} is no safetensors file, or is cut off ({actual} bytes); copy it again"]
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        return {}, [f"{path.name} has a header that cannot be read ({actual} bytes); copy it again"]
+    expected = 8 + length + end
+    if actual != expected:
+        state = "truncated" if actual < expected else "too long"
+        return header, [f"{path.name} is {state}: {actual} bytes, its header tells of {expected}; copy it again"]
+    return header, []
