@@ -79,12 +79,12 @@ class SequenceBatch:
     """[N] group id of each sequence."""
     sequence_sum: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]  # __post_init__ fills it
     """[T] -> [N], a token quantity summed over each whole sequence, across context-parallel ranks where there are any."""
+    token_sequence: Tensor = None  # type: ignore[assignment]
+    """[T] index of the sequence that a token belongs to; made from cu_seqlens when not given."""
     sequence_sums: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
     """[T, K] -> [N, K], K such sums in one collective; made from `sequence_sum`, one call a column, when not given."""
     counts_sequences: bool = True
     """False on all context-parallel ranks but one: each of them sees all N sequences, and only one may count them."""
-    token_sequence: Tensor = None  # type: ignore[assignment]
-    """[T] index of the sequence that a token belongs to; made from cu_seqlens when not given."""
 
     def __post_init__(self):
         if self.token_sequence is None:
