@@ -1,0 +1,209 @@
+"""Each rule of the preflight: what it refuses, and that the message names key, value and remedy."""
+
+import json
+
+import pytest
+
+from gspo_megatron.checks import NOT_BUILT, RANGES, _value, check_config
+from gspo_megatron.config import Config
+from gspo_megatron.config_loader import load_config
+from tests.config.fakes import QWEN3_8B, TINY, write_checkpoint, write_config
+
+
+@pytest.fixture
+def model(tmp_path):
+    return write_checkpoint(tmp_path / "model", TINY)
+
+
+@pytest.fixture
+def faults_of(tmp_path, model):
+    """A function: overrides, world size -> faults of the good configuration with these overrides."""
+    path = write_config(tmp_path, model)
+
+    def faults(*overrides: str, world_size: int | None = None) -> list[str]:
+        found = check_config(load_config(path, overrides), world_size)
+        assert all("\n" not in fault for fault in found)
+        return found
+
+    return faults
+
+
+def expect(faults: list[str], *parts: str) -> None:
+    """Exactly one fault, holding all `parts`."""
+    assert len(faults) == 1, faults
+    for part in parts:
+        assert part in faults[0], faults[0]
+
+
+def test_the_good_configuration_passes(faults_of):
+    assert faults_of() == []
+    assert faults_of("parallel={tensor: 2, pipeline: 2, expert: 4}", world_size=8) == []
+
+
+def test_required_keys_are_all_named_at_once():
+    keys = {fault.split(":")[0] for fault in check_config(Config())}
+    assert {"model.hf", "run.dir", "data.train", "reward.name", "rollout"} <= keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["parallel.tensor=3"], ["parallel.tensor: 3", "4 heads", "use 1, 2 or 4"]),
+        (["parallel.pipeline=3"], ["parallel.pipeline: 3", "4 layers", "use 1, 2 or 4"]),
+        (["parallel.expert=3"], ["parallel.expert: 3", "8 experts", "use 1, 2, 4 or 8"]),
+        (["train.updates_per_rollout=3"], ["train.updates_per_rollout: 3", "(32)", "use 1, 2, 4, 8, 16 or 32"]),
+        (["train.tokens_per_micro_batch=3071"], ["train.tokens_per_micro_batch: 3071", "3072", "use at least 3072"]),
+        (["rollout.max_response_tokens=40000", "train.tokens_per_micro_batch=50000"], ["40960 positions", "lower one"]),
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt: 1", "at least 2"]),
+        (["rollout.temperature=0"], ["rollout.temperature: 0.0", "above 0"]),
+        (["rollout.stop_token_ids=[512]"], ["rollout.stop_token_ids: 512", "from 0 to 511"]),
+        (["rollout.servers=[localhost:30000]"], ["'localhost:30000'", "http://host:port"]),
+        (["rollout.servers=[http://h:99999]"], ["'http://h:99999'", "http://host:port"]),
+        (["rollout.servers=[http://h:1,http://h:1]"], ["names a server twice"]),
+        (["rollout.launch.port=0"], ["rollout.servers and rollout.launch", "exactly one"]),
+        (["rollout.servers=[]"], ["none of them is given", "exactly one"]),
+        (["rollout.servers=[]", "rollout.launch={port: 80}"], ["rollout.launch.port: 80", "1024 to 65535"]),
+        (["rollout.servers=[]", "rollout.launch={port: 65535, count: 2}"], ["rollout.launch.port: 65535", "2 servers"]),
+        (["rollout.servers=[]", "rollout.launch.args={model_path: x}"], ["'model_path'", "model.hf"]),
+        (["rollout.servers=[]", "rollout.replay=/nonexistent"], ["rollout.replay: '/nonexistent'", "step_*.jsonl"]),
+        (["data.train=nowhere.jsonl"], ["data.train: 'nowhere.jsonl'", "does not exist"]),
+        (["data.train=train.parquet"], ["data.train: 'train.parquet'", ".jsonl"]),
+        (["data.train='reasoning_gym:'"], ["reasoning_gym:TASK"]),
+        (["data.train="], ["data.train: required"]),
+        (["reward.name="], ["reward.name: required"]),
+        (["reward.name='a b'"], ["reward.name: 'a b'", "package.module:function"]),
+        (["run.dir="], ["run.dir: required"]),
+        (["optimizer.lr=0"], ["optimizer.lr: 0.0", "above 0"]),
+        (["optimizer.min_lr=1"], ["optimizer.min_lr: 1.0", "above optimizer.lr", "lower it"]),
+        (["loss.clip_low=0"], ["loss.clip_low: 0.0", "above 0"]),
+        (["loss.name=grpo", "loss.clip_low=1.5"], ["loss.clip_low: 1.5", "below 1"]),
+        (["loss.clip_high=0.2"], ["loss.clip_high: 0.2", "at most 0.05", "i_know_what_i_do=[wide_clip]"]),
+        (["loss.name=gspo_token", "loss.clip_low=0.2"], ["loss.clip_low: 0.2", "gspo_token", "wide_clip"]),
+        (["loss.i_know_what_i_do=[wideclip]"], ["'wideclip'", "allowed: wide_clip"]),
+        (["parallel.context=2"], ["parallel.context: 2", "set it to 1"]),
+        (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline: 2", "set it to 1"]),
+        (["parallel.expert_tensor=2"], ["parallel.expert_tensor: 2", "set it to 1"]),
+    ],
+)
+def test_a_rule_refuses_with_key_value_and_remedy(faults_of, overrides, parts):
+    expect(faults_of(*overrides), *parts)
+
+
+def test_guards_and_choices_that_are_fine(faults_of):
+    assert faults_of("loss.clip_high=0.2", "loss.i_know_what_i_do=[wide_clip]") == []
+    assert faults_of("loss.name=grpo", "loss.clip_high=0.2") == []
+    assert faults_of("data.train=reasoning_gym:basic_arithmetic", "reward.name=my.rewards:score") == []
+    assert faults_of("parallel.tensor=4") == []  # more ranks than key-value heads
+
+
+@pytest.mark.parametrize("path", sorted(RANGES))
+def test_every_key_with_a_range_exists_and_refuses_a_negative_value(faults_of, path):
+    launch = ["rollout.servers=[]", "rollout.launch={}"] if path.startswith("rollout.launch") else []
+    overrides = [*launch, f"{path}=-1"]
+    assert any(fault.startswith(f"{path}: -1") for fault in faults_of(*overrides, world_size=4))
+
+
+def test_axes_that_are_not_built_exist():
+    assert all(_value(Config(), path) == 1 for path in NOT_BUILT)
+
+
+def test_world_size(faults_of):
+    parallel = "parallel={tensor: 2, pipeline: 2, expert: 4}"
+    expect(faults_of(parallel, world_size=12), "world size: 12", "= 4", "= 8", "use 8 or 16 ranks")
+    expect(faults_of(parallel, world_size=2), "world size: 2", "use 8 ranks")
+    expect(faults_of("rollout.prompts_per_step=4", world_size=16), "rollout.prompts_per_step: 4", "8 sequences", "16 data")
+
+
+def test_a_dense_model_has_no_experts(tmp_path, faults_of):
+    dense = write_checkpoint(tmp_path / "dense", QWEN3_8B)
+    assert faults_of(f"model.hf={dense}", "parallel.tensor=8", world_size=8) == []
+    expect(faults_of(f"model.hf={dense}", "parallel.expert=2"), "parallel.expert: 2", "no experts", "use 1")
+
+
+def test_model_directory(tmp_path, model, faults_of):
+    expect(faults_of("model.hf=/nonexistent"), "model.hf: '/nonexistent'", "not a directory")
+    (model / "config.json").unlink()
+    expect(faults_of(), "model.hf:", "has no config.json")
+    (model / "config.json").write_text("{")
+    expect(faults_of(), "config.json cannot be read as JSON")
+    (model / "config.json").write_text(json.dumps(TINY | {"architectures": ["LlamaForCausalLM"]}))
+    expect(faults_of(), "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    (model / "config.json").write_text(json.dumps(TINY | {"hidden_size": None}))
+    expect(faults_of(), "hidden_size")
+    for key, value in (("attention_bias", True), ("decoder_sparse_step", 2), ("rope_scaling", {"rope_type": "yarn"})):
+        (model / "config.json").write_text(json.dumps(TINY | {key: value}))
+        expect(faults_of(), key, "not supported")
+
+
+def test_expert_count_under_its_newer_name(model, faults_of):
+    values = {key: value for key, value in TINY.items() if key != "num_experts"} | {"num_local_experts": 8}
+    (model / "config.json").write_text(json.dumps(values))
+    assert faults_of("parallel.expert=8") == []
+
+
+def test_tokenizer_files(model, faults_of):
+    (model / "tokenizer.json").unlink()
+    expect(faults_of(), "model.hf:", "no tokenizer files", "tokenizer.json")
+
+
+def test_missing_truncated_and_unreadable_shards(model, faults_of):
+    first, second = sorted(model.glob("*.safetensors"))
+    whole = second.read_bytes()
+    second.write_bytes(whole[:-100])
+    expect(faults_of(), second.name, "truncated", str(len(whole) - 100), "copy it again")
+    second.write_bytes(whole + b"x")
+    expect(faults_of(), second.name, "too long")
+    second.write_bytes(b"abc")
+    expect(faults_of(), second.name, "cut off")
+    second.write_bytes(whole[:8] + b"x" * 50)
+    expect(faults_of(), second.name, "header")
+    second.unlink()
+    expect(faults_of(), second.name, "is missing")
+
+
+def test_the_index_lists_only_what_shards_hold(model, faults_of):
+    index = model / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    values["weight_map"]["ghost"] = values["weight_map"]["tensor.1"]
+    index.write_text(json.dumps(values))
+    expect(faults_of(), "'ghost'", "1 tensors of the index")
+    values["weight_map"] = {"a": "../a.safetensors"}
+    index.write_text(json.dumps(values))
+    expect(faults_of(), "outside the directory")
+    index.write_text("[]")
+    expect(faults_of(), index.name, "cannot be read")
+
+
+def test_a_checkpoint_without_an_index(model, faults_of):
+    first, second = sorted(model.glob("*.safetensors"))
+    (model / "model.safetensors.index.json").unlink()
+    second.unlink()
+    first.rename(model / "model.safetensors")
+    assert faults_of() == []
+    (model / "model.safetensors").unlink()
+    expect(faults_of(), "neither model.safetensors nor model.safetensors.index.json")
+    (model / "pytorch_model.bin").write_bytes(b"x")
+    expect(faults_of(), "pickles", "pytorch_model.bin", "convert them to safetensors")
+
+
+def test_data_files(tmp_path, faults_of):
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n\n")
+    expect(faults_of(), "data.train:", "is empty")
+    data.write_text("prompt\n")
+    expect(faults_of(), "data.train:", "not JSON")
+    data.write_text('{"question": 1}\n')
+    expect(faults_of(), "data.train:", "`prompt`")
+
+
+def test_a_directory_of_an_earlier_run(tmp_path, faults_of):
+    (tmp_path / "run").mkdir()
+    assert faults_of() == []
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+    expect(faults_of(), "run.dir:", "earlier run", "run.overwrite=true")
+    assert faults_of("run.overwrite=true") == []
+
+
+def test_replay_needs_neither_data_nor_reward(tmp_path, faults_of):
+    (tmp_path / "step_1.jsonl").write_text("{}\n")
+    assert faults_of("rollout.servers=[]", f"rollout.replay={tmp_path}", "data.train=", "reward.name=") == []
