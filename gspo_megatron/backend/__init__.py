@@ -1,0 +1,1 @@
+"""Everything that touches Megatron-Core: the only room that imports it."""

@@ -1,0 +1,116 @@
+"""Log-likelihoods of response tokens from hidden states, with the vocabulary cut over tensor ranks.
+
+Shape legend: R response tokens of a micro-batch, H hidden, W = V / tensor-parallel size rows of the output weight.
+
+The whole [T, V] is never there: only the R response tokens enter, in chunks of `CHUNK_TOKENS`, and the backward pass
+computes each chunk's logits again. Two all-reduces of [R] floats over the tensor group a micro-batch: the maximum, then
+the sum of exponentials together with the label's logit.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+CHUNK_TOKENS = 512
+"""Tokens whose [CHUNK_TOKENS, W] fp32 logits are held at once: 0.3 GiB at V = 151,936 without tensor parallelism."""
+
+
+def _logits(hidden: Tensor, weight: Tensor, scale: float, padding: int) -> Tensor:
+    """fp32 [chunk, W] logits, already divided by the temperature; the last `padding` rows of the vocabulary at -inf."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    else:
+        logits = torch.mm(hidden.float(), weight.float().t())
+    logits.mul_(scale)
+    if padding:
+        logits[:, -padding:] = float("-inf")
+    return logits
+
+
+class VocabParallelLogProbs(torch.autograd.Function):
+    """log softmax(hidden weight^T / temperature)[label] for every row, exact in fp32."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, padding: int, group: ProcessGroup):
+        """hidden [R, H], weight [W, H], labels [R] over the whole vocabulary -> fp32 [R].
+
+        `padding` rows at the end of this rank's weight stand for no token.
+        """
+        num_rows = weight.shape[0]
+        local = labels - group.rank() * num_rows
+        here = (local >= 0) & (local < num_rows)
+        local = torch.where(here, local, 0)
+        maximum = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
+        sums = torch.zeros(2, *labels.shape, dtype=torch.float32, device=hidden.device)
+        for rows in _chunks(labels.numel()):
+            logits = _logits(hidden[rows], weight, 1.0 / temperature, padding)
+            maximum[rows] = logits.amax(dim=-1)
+            sums[1, rows] = torch.where(here[rows], logits.gather(1, local[rows, None])[:, 0], 0.0)
+            logits.sub_(maximum[rows, None])
+            sums[0, rows] = logits.exp_().sum(dim=-1)
+        if group.size() > 1:
+            local_maximum = maximum.clone()
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+            sums[0] *= (local_maximum - maximum).exp()
+            dist.all_reduce(sums, group=group)
+        log_normalizer = maximum + sums[0].log()
+        ctx.save_for_backward(hidden, weight, local, here, log_normalizer)
+        ctx.temperature, ctx.padding = temperature, padding
+        return sums[1] - log_normalizer
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        """Gradients of this rank's part of the vocabulary; that of hidden is summed over the tensor group by the caller's
+        mapping (gather or copy into the tensor-parallel region)."""
+        hidden, weight, local, here, log_normalizer = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        for rows in _chunks(local.numel()):
+            probabilities = _logits(hidden[rows], weight, 1.0 / ctx.temperature, ctx.padding)
+            probabilities.sub_(log_normalizer[rows, None]).exp_()
+            scaled = grad[rows] / ctx.temperature
+            grad_logits = probabilities.mul_(-scaled[:, None])
+            grad_logits.scatter_add_(1, local[rows, None], torch.where(here[rows], scaled, 0.0)[:, None])
+            grad_logits = grad_logits.to(hidden.dtype)
+            grad_hidden[rows] = torch.mm(grad_logits, weight)
+            grad_weight += torch.mm(grad_logits.t(), hidden[rows])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _chunks(num_tokens: int):
+    return (slice(start, start + CHUNK_TOKENS) for start in range(0, num_tokens, CHUNK_TOKENS))
+
+
+class LogProbHead(tensor_parallel.ColumnParallelLinear):
+    """Megatron's output layer, whose forward gives log-probs of labels instead of logits.
+
+    It stays a ColumnParallelLinear with the same parameter, so that DDP's hooks, checkpoints and tied embeddings work as
+    ever; `adopt` turns the layer that GPTModel built into one.
+    """
+
+    temperature: float = 1.0
+    vocab_size: int = 0
+    """True vocabulary; rows beyond it are padding."""
+
+    @classmethod
+    def adopt(cls, layer: tensor_parallel.ColumnParallelLinear, vocab_size: int, temperature: float) -> "LogProbHead":
+        layer.__class__ = cls
+        layer.vocab_size, layer.temperature = vocab_size, temperature
+        return layer
+
+    def forward(self, hidden: Tensor, labels: Tensor, mask: Tensor, weight: Tensor | None, group: ProcessGroup) -> Tensor:
+        """hidden [T or T/tensor, 1, H], labels and mask [T] -> fp32 log-probs [T], 0 where mask is 0."""
+        weight = self.weight if weight is None else weight
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        else:
+            hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
+        index = mask.nonzero()[:, 0]
+        rows = weight.shape[0]
+        padding = min(max((group.rank() + 1) * rows - self.vocab_size, 0), rows)
+        log_probs = VocabParallelLogProbs.apply(
+            hidden[:, 0].index_select(0, index), weight, labels[index], self.temperature, padding, group
+        )
+        return torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device).index_put((index,), log_probs)

@@ -1,0 +1,128 @@
+"""The process groups of a run: one object that knows every axis, this rank's place on it, and what it holds."""
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gspo_megatron.backend.device import collective_backend, prepare_device
+from gspo_megatron.config import ParallelConfig
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed or ran into its bound; says which rank waited for what."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """`rank` counts all trainer ranks. Groups are torch process groups; `world` is one over host memory."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    parallel: ParallelConfig
+    world: ProcessGroup
+    tensor: ProcessGroup
+    pipeline: ProcessGroup
+    data: ProcessGroup
+    expert: ProcessGroup
+
+    @classmethod
+    def create(cls, parallel: ParallelConfig, seed: int, timeout_s: float) -> "Mesh":
+        """Join the process group that torchrun's environment describes and build Megatron's groups.
+
+        `timeout_s` bounds every collective.
+        """
+        device = prepare_device()
+        timeout = datetime.timedelta(seconds=timeout_s)
+        dist.init_process_group(collective_backend(device), timeout=timeout)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor,
+            pipeline_model_parallel_size=parallel.pipeline,
+            context_parallel_size=parallel.context,
+            expert_model_parallel_size=parallel.expert,
+            expert_tensor_parallel_size=parallel.expert_tensor,
+            distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        return cls(
+            device=device,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            parallel=parallel,
+            world=dist.new_group(backend="gloo", timeout=timeout),
+            tensor=parallel_state.get_tensor_model_parallel_group(),
+            pipeline=parallel_state.get_pipeline_model_parallel_group(),
+            data=parallel_state.get_data_parallel_group(),
+            expert=parallel_state.get_expert_model_parallel_group(),
+        )
+
+    @property
+    def data_rank(self) -> int:
+        return self.data.rank()
+
+    @property
+    def data_size(self) -> int:
+        return self.data.size()
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline.rank() == self.pipeline.size() - 1
+
+    def describe(self) -> str:
+        """This rank's place, for messages: `rank 3 (tensor 1, pipeline 0, data 1)`."""
+        return (
+            f"rank {self.rank} (tensor {self.tensor.rank()}, pipeline {self.pipeline.rank()}, data {self.data.rank()})"
+        )
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Turns the failure of a collective inside into one that says who waited for what."""
+        try:
+            yield
+        except dist.DistBackendError as error:
+            raise CollectiveError(f"{self.describe()}: waiting for {what}: {error}") from error
+        except RuntimeError as error:
+            if not any(word in str(error).lower() for word in ("timed out", "connection closed", "gloo", "socket")):
+                raise
+            raise CollectiveError(f"{self.describe()}: waiting for {what}: {error}") from error
+
+    def from_last_stage(self, tensor: Tensor, what: str) -> Tensor:
+        """`tensor` of the last pipeline stage on all stages of this pipeline (same shape everywhere); in place."""
+        if self.pipeline.size() > 1:
+            with self.waiting_for(what):
+                dist.broadcast(tensor, dist.get_global_rank(self.pipeline, self.pipeline.size() - 1), group=self.pipeline)
+        return tensor
+
+    def sum_over_data(self, tensor: Tensor, what: str) -> Tensor:
+        """Sum over the data-parallel ranks, in place."""
+        with self.waiting_for(what):
+            dist.all_reduce(tensor, group=self.data)
+        return tensor
+
+    def broadcast_object(self, value, what: str):
+        """`value` of rank 0 on all ranks."""
+        box = [value]
+        with self.waiting_for(what):
+            dist.broadcast_object_list(box, src=0, group=self.world)
+        return box[0]
+
+    def barrier(self, what: str) -> None:
+        with self.waiting_for(what):
+            dist.barrier(group=self.world)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()

@@ -1,0 +1,165 @@
+"""A GPTModel from a Hugging Face config.json: Megatron's configuration, layer spec and the model of this rank."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from gspo_megatron.backend.attention import PackedAttention, RMSNorm
+from gspo_megatron.backend.log_likelihood import LogProbHead
+from gspo_megatron.backend.mesh import Mesh
+from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.weights.hf_files import torch_dtype
+from gspo_megatron.weights.rules import ModelShape
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TRANSFORMER_ENGINE = True
+except ImportError:
+    HAVE_TRANSFORMER_ENGINE = False
+
+
+def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> TransformerConfig:
+    """Megatron's configuration of the model in `hf` on this layout; `config.megatron.transformer` is laid over it."""
+    shape, parallel = ModelShape.from_hf(hf), config.parallel
+    dtype = torch_dtype(config.train.dtype)
+    on_gpu = mesh.device.type == "cuda"
+    settings: dict[str, Any] = dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn or shape.moe_ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+        variable_seq_lengths=True,
+        # The loss comes as a sum with its count, so that the mean is over all sequences of the mini-batch, however cut.
+        calculate_per_token_loss=True,
+        # On gloo a batched exchange with one peer swaps what goes forward and what goes backward.
+        batch_p2p_comm=on_gpu,
+        overlap_p2p_comm=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=on_gpu and HAVE_TRANSFORMER_ENGINE,
+    )
+    if shape.num_experts:
+        settings |= _moe_settings(hf, shape, on_gpu)
+    return TransformerConfig(**{**settings, **config.megatron.transformer})
+
+
+def _moe_settings(hf: dict[str, Any], shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=shape.num_experts,
+        moe_router_topk=hf["num_experts_per_tok"],
+        moe_ffn_hidden_size=shape.moe_ffn,
+        # Softmax over the chosen experts equals softmax over all, normalised over the chosen ones.
+        moe_router_pre_softmax=not hf.get("norm_topk_prob", False),
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=on_gpu and HAVE_TRANSFORMER_ENGINE,
+        moe_permute_fusion=on_gpu and HAVE_TRANSFORMER_ENGINE,
+    )
+
+
+def layer_spec(config: TransformerConfig, on_gpu: bool) -> ModuleSpec:
+    """Transformer Engine's layer on GPUs where it is importable, else the local one with packed attention and our norm."""
+    arguments = dict(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if on_gpu and HAVE_TRANSFORMER_ENGINE:
+        return get_gpt_layer_with_transformer_engine_spec(**arguments)
+    spec = get_gpt_layer_local_spec(**arguments, normalization=config.normalization)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    return spec
+
+
+def block_spec(config: TransformerConfig, on_gpu: bool) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm."""
+    if on_gpu and HAVE_TRANSFORMER_ENGINE:
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    else:
+        norm = RMSNorm
+    layers = [layer_spec(config, on_gpu)] * get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+class PolicyModel(GPTModel):
+    """GPTModel whose last stage answers log-probs of labels, fp32 [T], in place of logits.
+
+    Call it with input_ids, position_ids, labels and loss_mask [1, T], and packed_seq_params.
+    """
+
+    def __init__(self, *args, true_vocab_size: int, temperature: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            self.output_layer = LogProbHead.adopt(self.output_layer, true_vocab_size, temperature)
+
+    def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **kwargs) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden_states, labels[0], loss_mask[0], weight, self.pg_collection.tp)
+
+
+def build_model(hf: dict[str, Any], config: Config, mesh: Mesh) -> PolicyModel:
+    """This rank's part of the model, with uninitialised weights (`weights.load` fills all of them)."""
+    shape, megatron = ModelShape.from_hf(hf), transformer_config(hf, config, mesh)
+    model = PolicyModel(
+        megatron,
+        block_spec(megatron, mesh.device.type == "cuda"),
+        vocab_size=shape.padded_vocab(config.parallel.tensor),
+        max_sequence_length=hf["max_position_embeddings"],
+        pre_process=mesh.is_first_stage,
+        post_process=mesh.is_last_stage,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf),
+        parallel_output=True,
+        true_vocab_size=shape.vocab,
+        temperature=config.rollout.temperature,
+    )
+    return model.to(mesh.device)
+
+
+def rope_theta(hf: dict[str, Any]) -> float:
+    """Base of the rotary embedding, where older and newer config.json files keep it."""
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"model.hf: rope type {kind!r} is not supported; use a checkpoint with the default rotary embedding")
+    return parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0

@@ -1,0 +1,72 @@
+"""Megatron's DDP, distributed Adam and learning-rate schedule, from our settings."""
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from torch import nn
+
+from gspo_megatron.config import Config, ParallelConfig
+from gspo_megatron.weights.hf_files import torch_dtype
+
+
+def wrap_for_training(model: nn.Module, config: Config) -> DistributedDataParallel:
+    """bf16 wrapper where it is due, then DDP with the distributed optimizer's buffers and fp32 gradient sums."""
+    megatron = model.config
+    _reduce_experts_over_their_replicas(model, config.parallel)
+    if config.train.dtype == "bf16":
+        model = Float16Module(megatron, model)
+    settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(megatron, DistributedDataParallelConfig(**{**settings, **config.megatron.ddp}), model)
+    megatron.finalize_model_grads_func = finalize_model_grads
+    return ddp
+
+
+def _reduce_experts_over_their_replicas(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Mark expert parameters as reduced over the expert-data group wherever that is not the dense one.
+
+    megatron-core 0.16.1 does so with expert parallelism only (`tensor_parallel/layers.py`, attribute `allreduce`). With
+    tensor > 1, expert 1 and expert_tensor 1 every tensor rank feeds a whole expert its part of the tokens, and without
+    this mark the ranks' gradients are never added up: experts drift apart without an error. 0.19 marks them itself.
+    """
+    if parallel.expert > 1 or parallel.expert_tensor != parallel.tensor:
+        for name, param in model.named_parameters():
+            if ".experts." in name:
+                param.allreduce = False
+
+
+def build_optimizer(ddp: DistributedDataParallel, config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Adam whose fp32 state is cut over the data-parallel ranks, and its schedule counted in optimizer updates."""
+    ours = config.optimizer
+    dtype = torch_dtype(config.train.dtype)
+    settings = dict(
+        optimizer="adam",
+        lr=ours.lr,
+        min_lr=min(ours.min_lr, ours.lr),
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.beta1,
+        adam_beta2=ours.beta2,
+        adam_eps=ours.eps,
+        clip_grad=ours.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **config.megatron.optimizer}), [ddp])
+    num_updates = config.train.steps * config.train.updates_per_rollout
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if ours.warmup_steps else ours.lr,
+        max_lr=ours.lr,
+        min_lr=min(ours.min_lr, ours.lr),
+        lr_warmup_steps=ours.warmup_steps,
+        lr_decay_steps=max(num_updates, ours.warmup_steps + 1),
+        lr_decay_style=ours.schedule,
+        start_wd=ours.weight_decay,
+        end_wd=ours.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

@@ -1,0 +1,191 @@
+"""The policy: a Megatron model on this layout that answers log-likelihoods, takes updates, and gives its weights out.
+
+Shape legend: N sequences in a micro-batch, T packed tokens on this rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gspo_megatron.algorithm.loss_metrics import add_metrics
+from gspo_megatron.algorithm.losses import LossOutput
+from gspo_megatron.algorithm.packing import PackedTokens
+from gspo_megatron.backend.mesh import Mesh
+from gspo_megatron.backend.model import build_model
+from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
+from gspo_megatron.backend.parameters import global_parameters, place_of_rank, places_of_all_ranks
+from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.weights.export import export_hf_tensors
+from gspo_megatron.weights.families import FAMILIES, Family
+from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
+from gspo_megatron.weights.load import check_files, load_parameters
+from gspo_megatron.weights.plan import blocks_of, hf_shapes, plan_buckets
+from gspo_megatron.weights.rules import ModelShape
+
+MicroBatchLoss = Callable[[PackedTokens, Tensor], LossOutput]
+"""(micro-batch, log-probs [T] with gradient) -> loss sum, count, metrics."""
+
+
+class UpdateResult(NamedTuple):
+    metrics: dict[str, Tensor]
+    """Sums over all micro-batches and data-parallel ranks (`*_min`, `*_max`: the extremes), known to all ranks.
+    `loss_sum` and `loss_count` are among them."""
+    grad_norm: float
+    """Global norm before clipping."""
+    learning_rate: float
+
+
+class Policy:
+    """Collective: all methods must be called by all trainer ranks, with as many micro-batches on each."""
+
+    def __init__(self, config: Config, mesh: Mesh, train: bool = True):
+        """Builds the model and fills it from `config.model.hf`. Raises ConfigError for a checkpoint that doesn't fit."""
+        self.mesh = mesh
+        hf = read_hf_config(config.model.hf)
+        self.family = family_of(hf, config.model.hf)
+        self.shape = ModelShape.from_hf(hf)
+        self.dtype = torch_dtype(config.train.dtype)
+        reader = HFReader(config.model.hf)
+        check_files(reader, self.family, self.shape)
+        model = build_model(hf, config, mesh)
+        self._place = place_of_rank(mesh, model.config)
+        blocks = blocks_of(self.family, self.shape, self._place)
+        load_parameters(global_parameters(model, self._place), blocks, reader)
+        self.model = wrap_for_training(model, config)
+        self.params = global_parameters(self.model, self._place)
+        self._optimizer, self._scheduler = build_optimizer(self.model, config) if train else (None, None)
+        self.hf_shapes = hf_shapes(self.family, self.shape)
+        self._buckets = plan_buckets(
+            self.family, self.shape, places_of_all_ranks(mesh, self._place),
+            self.dtype.itemsize, int(config.weights.bucket_mib * 2**20),
+        )  # fmt: skip
+
+    def log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
+        """Log-probs of all response tokens, fp32 [T] a micro-batch, nats, 0 elsewhere; on all pipeline stages."""
+        with torch.no_grad():
+            outputs = self._run(micro_batches, forward_only=True)
+        lengths = [batch.labels.numel() for batch in micro_batches]
+        if self.mesh.is_last_stage:
+            flat = torch.cat(outputs)
+        else:
+            flat = torch.empty(sum(lengths), dtype=torch.float32, device=self.mesh.device)
+        return list(self.mesh.from_last_stage(flat, "log-likelihoods of the last pipeline stage").split(lengths))
+
+    def sequence_log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
+        """log pi(y_i | x_i) of every sequence, fp32 [N] a micro-batch, nats, summed over its response tokens; on all
+        pipeline stages."""
+        sums = []
+        for batch, log_probs in zip(micro_batches, self.log_likelihoods(micro_batches), strict=True):
+            owner = batch.token_sequence.to(self.mesh.device)
+            totals = torch.zeros(batch.cu_seqlens.numel() - 1, dtype=torch.float64, device=self.mesh.device)
+            sums.append(totals.index_add(0, owner, log_probs.double())[: batch.num_sequences].float())
+        return sums
+
+    def update(self, micro_batches: Sequence[PackedTokens], loss: MicroBatchLoss) -> UpdateResult:
+        """One optimizer update on the mini-batch that all ranks' micro-batches make up.
+
+        Raises FloatingPointError where the gradient is not finite; the weights are then of no use.
+        """
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        outputs = self._run(micro_batches, forward_only=False, loss=loss)
+        metrics = self._gather_metrics(outputs)
+        _, grad_norm, _ = self._optimizer.step()
+        if not torch.isfinite(torch.as_tensor(grad_norm)):
+            raise FloatingPointError(f"{self.mesh.describe()}: gradient norm is {grad_norm}, loss {metrics['loss_sum']}")
+        learning_rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else 0.0
+        self._scheduler.step(1)
+        return UpdateResult(metrics, float(grad_norm), float(learning_rate))
+
+    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights as HF tensors, on rank 0; other ranks get none, but must run the iterator to its end."""
+        with self.mesh.waiting_for("weights of other ranks"):
+            yield from export_hf_tensors(
+                self.params, self._buckets, self.hf_shapes, None, self.dtype, self.mesh.device
+            )
+
+    def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:
+        """One pass of Megatron's schedule over the micro-batches; the last stage's outputs in their order."""
+
+        def forward_step(iterator: Iterator[PackedTokens], model):
+            batch = next(iterator).to(self.mesh.device)
+            log_probs = model(
+                batch.input_ids[None], batch.position_ids[None], None,
+                labels=batch.labels[None], loss_mask=batch.loss_mask[None], packed_seq_params=packed_params(batch),
+            )  # fmt: skip
+
+            def finish(log_probs: Tensor, non_loss_data: bool = False):
+                if non_loss_data:
+                    return log_probs
+                out = loss(batch, log_probs)
+                metrics = {**out.metrics, "loss_sum": out.loss_sum.detach().double(), "loss_count": out.count.double()}
+                return out.loss_sum, out.count.to(torch.int), metrics
+
+            return log_probs, finish
+
+        with self.mesh.waiting_for("other ranks in the forward pass" if forward_only else "other ranks in an update"):
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iter(micro_batches),
+                model=self.model,
+                num_microbatches=len(micro_batches),
+                seq_length=max(batch.labels.numel() for batch in micro_batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
+
+    def _gather_metrics(self, outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Reduce over micro-batches and data-parallel ranks, then tell the other pipeline stages (rank 0 is on the first).
+
+        Minima travel as negated maxima, so that there are two all-reduces, whatever the number of metrics.
+        """
+        totals: dict[str, Tensor] = {}
+        for metrics in outputs:
+            totals = add_metrics(totals, metrics)
+        names = self._share_names(sorted(totals))
+        values = torch.zeros(len(names), dtype=torch.float64, device=self.mesh.device)
+        if self.mesh.is_last_stage:
+            signs = torch.tensor([-1.0 if n.endswith("_min") else 1.0 for n in names], dtype=torch.float64)
+            extreme = torch.tensor([n.endswith(("_min", "_max")) for n in names], device=self.mesh.device)
+            signed = torch.stack([totals[n].double() for n in names]) * signs.to(self.mesh.device)
+            maxima = signed.clone()
+            with self.mesh.waiting_for("metrics of data-parallel ranks"):
+                dist.all_reduce(signed, group=self.mesh.data)
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.mesh.data)
+            values = torch.where(extreme, maxima, signed) * signs.to(self.mesh.device)
+        values = self.mesh.from_last_stage(values, "metrics of the last pipeline stage")
+        return dict(zip(names, values.unbind(), strict=True))
+
+    def _share_names(self, names: list[str]) -> list[str]:
+        if self.mesh.pipeline.size() == 1:
+            return names
+        box = [names]
+        last = dist.get_global_rank(self.mesh.pipeline, self.mesh.pipeline.size() - 1)
+        with self.mesh.waiting_for("names of metrics of the last pipeline stage"):
+            dist.broadcast_object_list(box, src=last, group=self.mesh.pipeline, device=self.mesh.device)
+        return box[0]
+
+
+def packed_params(batch: PackedTokens) -> PackedSeqParams:
+    """Megatron's description of packed sequences."""
+    cu_seqlens = batch.cu_seqlens.to(torch.int32)
+    longest = int(cu_seqlens.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def family_of(hf: dict, directory: str) -> Family:
+    """The family of the checkpoint's architecture. Raises ConfigError for one that is not supported."""
+    architecture = (hf.get("architectures") or ["(none)"])[0]
+    if architecture not in FAMILIES:
+        raise ConfigError(
+            f"model.hf: {directory}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[architecture]

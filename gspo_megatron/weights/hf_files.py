@@ -1,0 +1,142 @@
+"""Hugging Face checkpoint directories: reading slices of tensors, and writing shards with an index of what was written."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from gspo_megatron.config import ConfigError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def read_hf_config(directory: str | Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises ConfigError naming `model.hf` where it is missing or no JSON object."""
+    path = Path(directory) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"model.hf: {directory}: no config.json there; give a Hugging Face checkpoint") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"model.hf: {path} is not JSON ({error}); download the checkpoint again") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"model.hf: {path} is not a JSON object; download the checkpoint again")
+    return config
+
+
+class HFReader:
+    """Reads blocks of tensors from the safetensors files of a checkpoint; only the bytes of a block are touched.
+
+    Raises ConfigError for a missing or broken file.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._open: dict[str, Any] = {}
+        self._file_of = self._find_files()
+
+    def _find_files(self) -> dict[str, str]:
+        index = self.directory / INDEX
+        if index.exists():
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            for file in sorted(set(weight_map.values())):
+                if not (self.directory / file).exists():
+                    raise ConfigError(f"model.hf: {self.directory}: the index names {file}, which is missing")
+            return weight_map
+        if not (self.directory / SINGLE).exists():
+            raise ConfigError(f"model.hf: {self.directory}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
+        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"model.hf: {self.directory / file} can't be read: {error}") from None
+        return self._open[file]
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+
+    def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+        """The block of `shape` from offset `start` on, in the file's dtype, on the CPU."""
+        lazy = self._handle(self._file_of[name]).get_slice(name)
+        return lazy[tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))]
+
+
+def write_hf_checkpoint(
+    tensors: Iterable[tuple[str, Tensor]], directory: str | Path, reference: str | Path, shard_bytes: int = 5 << 30
+) -> Path:
+    """Write tensors as safetensors shards with config, generation config and tokenizer files of `reference`.
+
+    Goes to a directory beside the target which is renamed when all is written, so that a half-written checkpoint never
+    has the target's name; a checkpoint already there is replaced. Memory is bounded by one shard.
+    """
+    target = Path(directory)
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    shards = _write_shards(tensors, partial, shard_bytes)
+    _name_shards(shards, partial)
+    for file in sorted(Path(reference).iterdir()):
+        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and file.name != INDEX:
+            shutil.copyfile(file, partial / file.name)
+    for file in partial.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    if target.exists():
+        old = target.with_name(f".{target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old)
+    else:
+        partial.rename(target)
+    return target
+
+
+def _write_shards(tensors, partial: Path, shard_bytes: int) -> list[dict[str, int]]:
+    """Writes shard files by number; returns the names and bytes in each."""
+    shards: list[dict[str, int]] = []
+    held: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        save_file(held, partial / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        shards.append({name: tensor.nbytes for name, tensor in held.items()})
+        held.clear()
+
+    for name, tensor in tensors:
+        if held and sum(other.nbytes for other in held.values()) + tensor.nbytes > shard_bytes:
+            flush()
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    flush()
+    return shards
+
+
+def _name_shards(shards: list[dict[str, int]], partial: Path) -> None:
+    if len(shards) == 1:
+        (partial / "0.safetensors").rename(partial / SINGLE)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (partial / f"{number}.safetensors").rename(partial / file)
+        weight_map |= dict.fromkeys(names, file)
+    total = sum(sum(names.values()) for names in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (partial / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

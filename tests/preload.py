@@ -1,0 +1,3 @@
+"""What the server process of `ranks.py` imports once for all ranks."""
+
+import gspo_megatron.backend.policy  # noqa: F401
