@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -31,5 +32,17 @@ def sglang_server(tiny_qwen3_moe, tmp_path_factory):
     """(url, model directory) of one real server on the CPU, fp32, for the whole run. Tests must not crash it."""
     launch = LaunchConfig(device="cpu")
     log_dir = tmp_path_factory.mktemp("sglang")
-    with launch_servers(launch, tiny_qwen3_moe, "fp32", log_dir, seed=1, stop_grace_s=5.0) as servers:
+    with launch_servers(launch, tiny_qwen3_moe, "fp32", log_dir, seed=1, stop_grace_s=1.0) as servers:
         yield servers.urls[0], tiny_qwen3_moe
+
+
+@pytest.fixture
+def fresh_sglang_server(sglang_server):
+    """The shared server with the tiny model's own weights as version 0, running, whatever an earlier test did to it."""
+    url, model_dir = sglang_server
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+        client.post("/end_weight_update", json={})
+        answer = client.post("/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": "0"})
+        assert answer.status_code == 200, answer.text
+        client.post("/continue_generation", json={}).raise_for_status()
+    return url, model_dir

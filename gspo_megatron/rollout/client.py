@@ -1,5 +1,6 @@
 """One SGLang server over HTTP: token ids in, token ids out, and the control calls of a weight update."""
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,12 @@ from gspo_megatron.types import Completion
 
 CONTEXT_MARGIN = 4
 """`max_req_input_len` plus this is the longest prompt and response together that is not cut short in silence."""
+MIN_RESPONSE_ROOM = 5
+"""A prompt has to leave this much of it, whatever the response's bound: longer ones are refused."""
 
 
 class SGLangClient:
-    """Calls of one server. `timeout_s` bounds every call, from its start to the whole answer, in seconds.
+    """Calls of one server. `timeout_s` bounds a call: the whole of `generate`, and each silence in the others, in seconds.
 
     `generate` is a coroutine and needs `async with client:` around its use; all else is synchronous and thread-safe.
     Failed calls raise RequestError with the URL, the endpoint, the status and the server's own words.
@@ -58,6 +61,14 @@ class SGLangClient:
     def weight_version(self) -> str:
         return str(self.model_info()["weight_version"])
 
+    async def probe(self, timeout_s: float) -> None:
+        """Raises RequestError unless the server's scheduler answers within `timeout_s` seconds."""
+        try:
+            response = await self._async.get("/server_info", timeout=timeout_s)
+        except httpx.TransportError as error:
+            raise self._no_answer("/server_info", error, timeout_s) from error
+        self._read("/server_info", response)
+
     # sampling
 
     async def generate(
@@ -76,8 +87,9 @@ class SGLangClient:
             "top_logprobs_num": 0,
         }
         try:
-            response = await self._async.post("/generate", json=body)
-        except httpx.TransportError as error:
+            async with asyncio.timeout(self.timeout_s):
+                response = await self._async.post("/generate", json=body)
+        except (httpx.TransportError, TimeoutError) as error:
             raise self._no_answer("/generate", error, self.timeout_s) from error
         answer = self._read("/generate", response)
         outputs = answer if isinstance(answer, list) else [answer]
@@ -147,7 +159,10 @@ class SGLangClient:
         self._call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def weights_checker(self, action: str) -> dict[str, Any]:
-        """`checksum`, `snapshot`, `reset_tensors` or `compare`; a compare that finds differences raises."""
+        """`checksum` (of every parameter, by engine rank) or `reset_tensors` (to noise).
+
+        SGLang has `snapshot` and `compare` too; the comparison needs CUDA and the copy as much memory as the weights.
+        """
         return self._call("POST", "/weights_checker", {"action": action})
 
     # one call
@@ -162,7 +177,7 @@ class SGLangClient:
 
     def _no_answer(self, endpoint: str, error: Exception, limit_s: float) -> RequestError:
         what = str(error) or type(error).__name__
-        if isinstance(error, httpx.TimeoutException):
+        if isinstance(error, (httpx.TimeoutException, TimeoutError)):
             what = f"{type(error).__name__} after {limit_s:g} s"
         elif isinstance(error, httpx.ConnectError):
             what += "; is the server running, and is its URL in rollout.servers right?"
@@ -213,8 +228,8 @@ def validate_prompt(input_ids: Sequence[int], vocab_size: int) -> None:
 def _message(answer: Any) -> str:
     """The server's words, out of `error` (a string or an object with `message`), `message` or `detail`."""
     if not isinstance(answer, dict):
-        return str(answer).strip()[:2000]
+        return str(answer).strip()
     error = answer.get("error") or answer.get("message") or answer.get("detail") or answer
     if isinstance(error, dict):
         error = error.get("message") or error
-    return str(error).strip()[:2000]
+    return str(error).strip()

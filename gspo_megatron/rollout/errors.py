@@ -1,5 +1,7 @@
 """What can go wrong between the trainer and its servers."""
 
+MESSAGE_LENGTH = 2000
+
 
 class ServerError(RuntimeError):
     """A server process could not be started, or ended by itself; the message quotes the end of its log."""
@@ -8,13 +10,14 @@ class ServerError(RuntimeError):
 class RequestError(RuntimeError):
     """A server refused a request or did not answer it.
 
-    `status` is the HTTP status, or None where no answer came; `retryable` tells whether another try may go well.
+    `message` holds the server's words in full, the exception's text their beginning. `status` is the HTTP status, or
+    None where no answer came; `retryable` tells whether another try may go well.
     """
 
     def __init__(self, url: str, endpoint: str, status: int | None, message: str):
         self.url, self.endpoint, self.status, self.message = url, endpoint, status, message
         outcome = "no answer" if status is None else f"HTTP {status}"
-        super().__init__(f"{url}{endpoint}: {outcome}: {message}")
+        super().__init__(f"{url}{endpoint}: {outcome}: {message[:MESSAGE_LENGTH]}")
 
     @property
     def retryable(self) -> bool:

@@ -1,0 +1,177 @@
+"""How the bytes of a weight bucket reach the engines' ranks."""
+
+import contextlib
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.config import ConfigError
+from gspo_megatron.rollout.client import SGLangClient
+from gspo_megatron.rollout.errors import RequestError
+from gspo_megatron.rollout.parallel import run_all
+
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+CLOSE_TIMEOUT_S = 10.0
+GRACE_S = 5.0
+"""The threads' bound is this much above the bound of what they call, so that the more telling error comes first."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors laid one after the other in `flat` [bytes] uint8, without gaps, each at a multiple of its item size."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Tensor
+
+
+class WeightTransport(Protocol):
+    """Raises RequestError, TimeoutError or RuntimeError where a transfer fails, and must be connected anew after it."""
+
+    device: torch.device
+    """Where `Bucket.flat` has to lie."""
+    connected: bool
+
+    def connect(self) -> None: ...
+
+    def send_bucket(self, bucket: Bucket) -> None:
+        """Returns when every engine has loaded the bucket."""
+
+    def close(self) -> None: ...
+
+
+class DistributedTransport:
+    """One broadcast a bucket, in a group of the sending rank (rank 0) and the ranks of all engines.
+
+    The group is made from its own store and is unknown to torch.distributed's registry: the sender's default group,
+    which torchrun's ranks share, has no part in it, and a group of an earlier connection can't be in its way.
+    """
+
+    def __init__(self, clients: Sequence[SGLangClient], *, backend: str, host: str, timeout_s: float):
+        if backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend {backend!r} is neither gloo nor nccl")
+        self._clients, self._backend, self._timeout_s = clients, backend, timeout_s
+        self._host = host or default_host([client.url for client in clients])
+        self.device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        self._group: Any = None
+        self._store: dist.TCPStore | None = None
+        self._name = ""
+
+    @property
+    def connected(self) -> bool:
+        return self._group is not None
+
+    def connect(self) -> None:
+        """Make the group; the engines join while this rank does. Raises ConfigError for engines that can't."""
+        sizes = [engine_ranks(client.url, client.server_info()) for client in self._clients]
+        world_size = 1 + sum(sizes)
+        # a fresh name: engines keep the groups of a trainer that went away without closing
+        self._name = f"gspo-weights-{uuid.uuid4().hex[:12]}"
+        bound = timedelta(seconds=self._timeout_s)
+        self._store = dist.TCPStore(
+            self._host, 0, world_size, is_master=True, timeout=bound, wait_for_workers=False, multi_tenant=False
+        )
+        tasks: dict[str, Callable[[], Any]] = {}
+        offset = 1
+        for client, size in zip(self._clients, sizes, strict=True):
+            tasks[client.url] = self._joiner(client, offset, world_size)
+            offset += size
+        tasks["this rank"] = lambda: make_group(self._backend, self._store, self._name, world_size, bound)
+        results = run_all(tasks, self._timeout_s + GRACE_S, "joining the weight update group")
+        self._group = results["this rank"]
+
+    def _joiner(self, client: SGLangClient, offset: int, world_size: int) -> Callable[[], None]:
+        return lambda: client.init_weights_update_group(
+            host=self._host,
+            port=self._store.port,
+            rank_offset=offset,
+            world_size=world_size,
+            group=self._name,
+            backend=self._backend,
+        )
+
+    def send_bucket(self, bucket: Bucket) -> None:
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in bucket.dtypes]
+        tasks: dict[str, Callable[[], None]] = {
+            client.url: self._announcer(client, bucket, dtypes) for client in self._clients
+        }
+        tasks["the broadcast"] = lambda: self._broadcast(bucket.flat)
+        try:
+            run_all(tasks, self._timeout_s + GRACE_S, "sending a bucket")
+        except BaseException:
+            # somebody may still wait inside the collective: this group can't be used again
+            self._group = None
+            raise
+
+    def _announcer(self, client: SGLangClient, bucket: Bucket, dtypes: list[str]) -> Callable[[], None]:
+        return lambda: client.update_weights_from_distributed(bucket.names, dtypes, bucket.shapes, self._name)
+
+    def _broadcast(self, flat: Tensor) -> None:
+        on_gpu = flat.device.type == "cuda"
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        with torch.cuda.device(flat.device) if on_gpu else contextlib.nullcontext():
+            self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
+            if on_gpu:
+                torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Leave the group, and have the engines leave it where they still answer."""
+        if self._group is None:
+            return
+        self._group = None
+        tasks = {client.url: self._leaver(client) for client in self._clients}
+        try:
+            run_all(tasks, CLOSE_TIMEOUT_S, "leaving the weight update group")
+        finally:
+            self._store = None
+
+    def _leaver(self, client: SGLangClient) -> Callable[[], None]:
+        return lambda: client.destroy_weights_update_group(self._name)
+
+
+TRANSPORTS: dict[str, Callable[..., WeightTransport]] = {"distributed": DistributedTransport}
+"""`weights.transport` -> class; called with (clients, backend=, host=, timeout_s=)."""
+
+
+def make_group(backend: str, store: dist.Store, name: str, world_size: int, timeout: timedelta) -> Any:
+    """Rank 0 of a group whose other members call SGLang's `init_custom_process_group` with the same store and name.
+
+    They find each other by keys under the prefixes that torch.distributed gives a named group and its device.
+    """
+    device = "cpu" if backend == "gloo" else "cuda"
+    keys = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(keys, 0, world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.is_high_priority_stream = False
+    options.group_name = name
+    return dist.ProcessGroupNCCL(keys, 0, world_size, options)
+
+
+def engine_ranks(url: str, info: dict[str, Any]) -> int:
+    """Ranks of a server that take part. Raises ConfigError for layouts that SGLang can't update this way."""
+    for key in ("dp_size", "pp_size"):
+        if info.get(key, 1) != 1:
+            raise ConfigError(
+                f"rollout.servers: {url} runs with {key} {info[key]}, and SGLang takes broadcast weights with 1 only;"
+                " use tensor or expert parallelism there, and more servers in place of data parallelism"
+            )
+    return int(info["tp_size"])
+
+
+def default_host(urls: Sequence[str]) -> str:
+    """The address at which these servers reach this machine."""
+    return "127.0.0.1" if all(urlsplit(url).hostname in LOCAL_HOSTS for url in urls) else socket.gethostname()
+
+

@@ -1,0 +1,184 @@
+"""Failing servers: others take over, errors name the server and the prompt, and nothing waits for ever."""
+
+import contextlib
+import itertools
+import time
+
+import pytest
+from fake_server import FakeServer, good, slow
+
+from gspo_megatron.config import ConfigError, RolloutConfig
+from gspo_megatron.rollout import collector as collector_module
+from gspo_megatron.rollout.collector import Collector
+from gspo_megatron.rollout.errors import RolloutError
+from gspo_megatron.rollout.pool import RetryPolicy
+from gspo_megatron.types import Prompt
+
+POLICY = RetryPolicy(first_backoff_s=0.02, max_backoff_s=0.1, probe_every_s=0.1, probe_timeout_s=1.0, no_server_s=1.0)
+PROMPTS = [Prompt(100 + index, (1, 2, 3 + index)) for index in range(8)]
+
+
+def collect(servers, prompts=PROMPTS, version=1, policy=POLICY, report=print, score=None, **settings):
+    config = RolloutConfig(**{"samples_per_prompt": 2, "max_response_tokens": 2, "request_timeout_s": 0.5, **settings})
+    urls = [server if isinstance(server, str) else server.url for server in servers]
+    score = score or (lambda prompts, completions: [0.0] * len(completions))
+    options = {"stop_token_ids": [2], "vocab_size": 50, "policy": policy, "report": report}
+    return Collector(config, urls, score=score, **options).collect(prompts, version)
+
+
+def failing(status, answer):
+    return lambda body: (status, answer)
+
+
+def changed(**meta):
+    def generate(body):
+        status, outputs = good(body)
+        outputs[1] = {**outputs[1], "meta_info": {**outputs[1]["meta_info"], **meta}}
+        return status, outputs
+
+    return generate
+
+
+def assert_complete(rollout):
+    assert [sample.prompt_ids for sample in rollout.samples] == [p.token_ids for p in PROMPTS for _ in range(2)]
+    assert [sample.group for sample in rollout.samples] == [group for group in range(8) for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "generate",
+    [
+        failing(500, {"error": {"message": "out of memory"}}),
+        failing(503, {"error": "overloaded"}),
+        changed(finish_reason={"type": "abort", "message": "aborted"}),
+        slow(3.0),
+    ],
+    ids=["500", "503", "abort", "hang"],
+)
+def test_another_server_takes_over(generate):
+    with FakeServer(generate) as broken, FakeServer() as sound:
+        assert_complete(collect([broken, sound]))
+        assert 1 <= len(broken.requests) <= 8 and len(sound.requests) == 8
+
+
+def test_a_dead_server_among_living_ones_is_left_out():
+    lines = []
+    with FakeServer() as sound:
+        assert_complete(collect(["http://127.0.0.1:9", sound], report=lines.append))
+    assert any("http://127.0.0.1:9 gets no requests" in line for line in lines)
+
+
+def test_a_server_that_recovers_is_used_again():
+    count = itertools.count()
+
+    def generate(body):
+        return good(body) if next(count) >= 5 else (500, {"error": "warming up"})
+
+    lines = []
+    with FakeServer(generate) as server:
+        assert_complete(collect([server], report=lines.append, retries=8))
+    assert any("gets no requests" in line for line in lines) and any("answers again" in line for line in lines)
+
+
+def test_servers_that_all_die_end_the_collection_within_the_bound():
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(FakeServer()) for _ in range(2))
+        collector = Collector(
+            RolloutConfig(samples_per_prompt=2, max_response_tokens=2, retries=50),
+            [first.url, second.url],
+            stop_token_ids=[2],
+            vocab_size=50,
+            score=lambda prompts, completions: [0.0] * 2,
+            policy=POLICY,
+        )
+        collector.check_servers()
+    started = time.monotonic()
+    with pytest.raises(RolloutError, match=f"no SGLang server lives.*{first.url}/.*no answer.*{second.url}/.*no answer"):
+        collector.collect(PROMPTS, 1)
+    assert time.monotonic() - started < 6
+
+
+def test_no_server_at_the_start_is_a_config_error_naming_them():
+    with pytest.raises(ConfigError, match=r"rollout.servers: none answers; http://127.0.0.1:9: .*is its URL in rollout"):
+        collect(["http://127.0.0.1:9"])
+    with pytest.raises(ConfigError, match=r"rollout.servers: '127.0.0.1:9' is no URL"):
+        collect(["127.0.0.1:9"])
+
+
+def test_a_prompt_that_always_fails_is_given_up_with_the_servers_words():
+    with FakeServer(failing(500, {"error": {"message": "out of memory"}})) as server:
+        with pytest.raises(RolloutError, match=rf"prompt 10\d: failed 3 times.*{server.url}/generate: HTTP 500: out of"):
+            collect([server], retries=2)
+
+
+def test_a_refused_request_is_not_tried_again():
+    with FakeServer(failing(400, {"error": "unknown field"})) as server:
+        with pytest.raises(RolloutError, match=rf"prompt 100: {server.url}/generate: HTTP 400: unknown field"):
+            collect([server], PROMPTS[:1])
+        assert len(server.requests) == 1
+
+
+def test_a_hung_server_alone_ends_after_the_tries():
+    started = time.monotonic()
+    with FakeServer(slow(2.0)) as server:
+        with pytest.raises(RolloutError, match=r"prompt 100: failed 2 times.*TimeoutError after 0.5 s"):
+            collect([server], PROMPTS[:1], retries=1)
+    assert time.monotonic() - started < 4
+
+
+@pytest.mark.parametrize(
+    "generate, message",
+    [
+        (changed(output_token_logprobs=[[-1.0, 7, None]]), "2 tokens with log-probs of 1"),
+        (changed(output_token_logprobs=[[-1.0, 7, None], [-1.0, 9, None]]), "other tokens"),
+        (changed(output_token_logprobs=[[-1.0, 7, None], [float("nan"), 8, None]]), "not finite"),
+        (changed(output_token_logprobs=[[-1.0, 7, None], [float("-inf"), 8, None]]), "not finite"),
+        (changed(output_token_logprobs=[[-1.0, 7, None], [None, 8, None]]), "not finite"),
+        (changed(weight_version="2"), "under weight version 2, expected 1"),
+        (changed(weight_versions=[{"version": "0"}, {"version": "1"}]), "under weight version 0, 1, expected 1"),
+    ],
+)
+def test_answers_that_would_train_wrongly_are_refused(generate, message):
+    with FakeServer(generate) as server:
+        with pytest.raises(RolloutError, match=rf"prompt 100: {server.url}.*{message}"):
+            collect([server], PROMPTS[:1])
+        assert len(server.requests) == 1
+
+
+def test_samples_in_flight_are_bounded_and_spread():
+    with FakeServer(slow(0.1)) as first, FakeServer(slow(0.1)) as second:
+        assert_complete(collect([first, second], concurrency=5))
+        assert first.peak_in_flight <= 2 and second.peak_in_flight <= 2
+        assert len(first.requests) == len(second.requests) == 4
+
+
+def test_a_group_larger_than_the_bound_still_runs():
+    with FakeServer() as server:
+        assert_complete(collect([server], concurrency=1))
+
+
+def test_scoring_runs_while_generation_goes_on():
+    scored = []
+
+    def score(prompts, completions):
+        time.sleep(0.1)
+        scored.append((prompts[0].index, len(server.requests)))
+        return [1.0, 2.0]
+
+    with FakeServer(slow(0.05)) as server:
+        rollout = collect([server], concurrency=2, score=score)
+    assert [sample.reward for sample in rollout.samples] == [1.0, 2.0] * 8
+    assert scored[1][1] > 2 and len(scored) == 8
+
+
+def test_progress_names_the_slowest_prompt(monkeypatch):
+    monkeypatch.setattr(collector_module, "PROGRESS_EVERY_S", 0.1)
+    lines = []
+    with FakeServer(slow(0.3)) as server:
+        collect([server], concurrency=2, prompts=PROMPTS[:2], report=lines.append)
+    assert any(f"collected 0 of 2 prompts in 0 s; slowest: prompt 100, 0 s at {server.url}" in line for line in lines)
+
+
+def test_servers_of_different_models_are_refused():
+    with FakeServer(model_type="qwen3_moe") as first, FakeServer(model_type="qwen3") as second:
+        with pytest.raises(ConfigError, match=f"{first.url} has model_type qwen3_moe and {second.url} has qwen3"):
+            collect([first, second])
