@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ def by_text(text, record):
     if text == "hang":
         time.sleep(3600)
     if text == "hang holding the interpreter":
-        list(range(10**9)).index(-1)
+        re.match("(a+)+b", "a" * 60)
     if text == "raise":
         raise KeyError("no\nsuch key")
     if text == "exit":
