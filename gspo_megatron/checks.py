@@ -86,7 +86,7 @@ def check_config(config: Config, world_size: int | None = None) -> list[str]:
     Without a world size the rules about it are left out.
     """
     faults = [*_ranges(config), *_not_built(config), *_run(config), *_loss(config), *_sources(config)]
-    faults += [*_data(config), *_reward(config), *_batches(config), *_metrics(config)]
+    faults += [*_data(config), *_reward(config), *_batches(config), *_timeouts(config), *_metrics(config)]
     model = None
     if not config.model.hf:
         faults.append("model.hf: required; give the directory of a Hugging Face checkpoint")
@@ -258,6 +258,15 @@ def _batches(config: Config) -> Iterable[str]:
         yield (
             f"train.tokens_per_micro_batch: {config.train.tokens_per_micro_batch} is less than the longest sequence, "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; use at least {longest}"
+        )
+
+
+def _timeouts(config: Config) -> Iterable[str]:
+    train, request = config.train.timeout_s, config.rollout.request_timeout_s
+    if train <= request and not config.rollout.replay:
+        yield (
+            f"train.timeout_s: {train} is not above rollout.request_timeout_s ({request}), so that the other ranks would "
+            "give up while rank 0 still waits for a response; raise it, or lower the other"
         )
 
 

@@ -56,6 +56,7 @@ def test_required_keys_are_all_named_at_once():
         (["rollout.max_response_tokens=40000", "train.tokens_per_micro_batch=50000"], ["40960 positions", "lower one"]),
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt: 1", "at least 2"]),
         (["rollout.temperature=0"], ["rollout.temperature: 0.0", "above 0"]),
+        (["train.timeout_s=600"], ["train.timeout_s: 600.0", "rollout.request_timeout_s (600.0)", "raise it"]),
         (["rollout.stop_token_ids=[512]"], ["rollout.stop_token_ids: 512", "from 0 to 511"]),
         (["rollout.servers=[localhost:30000]"], ["'localhost:30000'", "http://host:port"]),
         (["rollout.servers=[http://h:99999]"], ["'http://h:99999'", "http://host:port"]),
