@@ -87,7 +87,9 @@ def load_dataset(config: DataConfig, tokenizer: Any, seed: int) -> PromptSource:
             remedy = f"raise data.max_prompt_tokens={config.max_prompt_tokens} or drop it" if ids else "drop it"
             faults.append(f"data.train: {row.where}: the prompt has {len(ids)} tokens; {remedy}")
     _raise_faults(faults)
-    prompts = [Prompt(index, tuple(ids), row.record) for index, (row, ids) in enumerate(zip(rows, token_ids, strict=True))]
+    prompts = [
+        Prompt(index, tuple(ids), row.record) for index, (row, ids) in enumerate(zip(rows, token_ids, strict=True))
+    ]
     return PromptSource(prompts, config.shuffle, seed)
 
 
@@ -120,7 +122,9 @@ def _jsonl_rows(config: DataConfig) -> list[Row]:
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ConfigError(f"data.train: {config.train!r} can't be read ({error.strerror}); give a .jsonl file") from error
+        raise ConfigError(
+            f"data.train: {config.train!r} can't be read ({error.strerror}); give a .jsonl file"
+        ) from error
     rows, faults = [], []
     for number, line in enumerate(lines, start=1):
         where = f"{config.train}:{number}"
@@ -156,7 +160,9 @@ def _reasoning_gym_rows(config: DataConfig, seed: int) -> list[Row]:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise ConfigError(f"data.train: {config.train!r} needs the package reasoning-gym: pip install reasoning-gym") from error
+        raise ConfigError(
+            f"data.train: {config.train!r} needs the package reasoning-gym: pip install reasoning-gym"
+        ) from error
     task = config.train.removeprefix("reasoning_gym:")
     if task not in DATASETS:
         nearest = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4)

@@ -122,7 +122,7 @@ class MetricsWriter:
 
         JSON has no NaN, and a metric that is none says that the step before it went wrong.
         """
-        numbers = {name: _number(name, value, step) for name, value in values.items()}
+        numbers = {name: _number(name, value, step) for name, value in values.items() if name != "step"}
         self._file.write(json.dumps({"step": step, **numbers}, allow_nan=False) + "\n")
         self._file.flush()
         for writer in self._writers:
@@ -132,7 +132,9 @@ class MetricsWriter:
 def _number(name: str, value: Any, step: int) -> float | int:
     number = value if isinstance(value, int) else float(value)
     if not math.isfinite(number):
-        raise ValueError(f"metric {name} of step {step} is {number}; look at the samples and the gradients of this step")
+        raise ValueError(
+            f"metric {name} of step {step} is {number}; look at the samples and the gradients of this step"
+        )
     return number
 
 

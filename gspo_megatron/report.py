@@ -36,7 +36,11 @@ def write_report(run_dir: str | Path) -> Path:
         clip.set(title="Clipped by the trust region", ylabel="fraction", ylim=(-0.02, 1.02))
         _draw_lines(gap, metrics, {"mean": "rollout/logprob_gap_mean", "max": "rollout/logprob_gap_max"})
         gap.set(title="|log-prob of SGLang - log-prob of Megatron|", ylabel="nats per token", xlabel="step")
-        if any(line.get(name, 0) > 0 for line in metrics for name in ("rollout/logprob_gap_mean", "rollout/logprob_gap_max")):
+        if any(
+            line.get(name, 0) > 0
+            for line in metrics
+            for name in ("rollout/logprob_gap_mean", "rollout/logprob_gap_max")
+        ):
             gap.set_yscale("log")
         gap.xaxis.get_major_locator().set_params(integer=True)
         path = run_dir / "report.png"

@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,14 +72,14 @@ def pack(
     lengths = [_padded(len(prompt) + len(response), sequence_multiple) for prompt, response in sequences]
     num_tokens = sum(lengths)
     total = _padded(num_tokens or 2, math.lcm(alignment, sequence_multiple))
-    input_ids, labels, position_ids = (torch.zeros(total, dtype=torch.int64) for _ in range(3))
-    loss_mask = torch.zeros(total, dtype=torch.bool)
-    values = {name: torch.zeros(total, dtype=torch.float32) for name in response_values}
+    input_ids, labels, position_ids = (np.zeros(total, dtype=np.int64) for _ in range(3))
+    loss_mask = np.zeros(total, dtype=bool)
+    values = {name: np.zeros(total, dtype=np.float32) for name in response_values}
     offsets, slices = [0], []
     for index, (prompt, response) in enumerate(sequences):
         if not len(prompt):
             raise ValueError(f"sequence {index} has an empty prompt: nothing predicts its first response token")
-        start, tokens = offsets[-1], torch.tensor([*prompt, *response], dtype=torch.int64)
+        start, tokens = offsets[-1], np.concatenate([np.asarray(ids, dtype=np.int64) for ids in (prompt, response)])
         input_ids[start : start + len(tokens)] = tokens
         labels[start : start + len(tokens) - 1] = tokens[1:]
         first = start + len(prompt) - 1
@@ -87,22 +88,22 @@ def pack(
         for name, lists in response_values.items():
             if len(lists[index]) != len(response):
                 raise ValueError(f"{name} of sequence {index} has {len(lists[index])} values, response {len(response)}")
-            values[name][slices[-1]] = torch.as_tensor(lists[index], dtype=torch.float32)
+            values[name][slices[-1]] = lists[index]
         offsets.append(start + lengths[index])
     if total > num_tokens:
         offsets.append(total)
     for start, end in zip(offsets, offsets[1:], strict=False):
-        position_ids[start:end] = torch.arange(end - start)
+        position_ids[start:end] = np.arange(end - start)
     return PackedTokens(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        labels=labels,
-        loss_mask=loss_mask,
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(loss_mask),
         cu_seqlens=torch.tensor(offsets, dtype=torch.int32),
         num_sequences=len(sequences),
         num_tokens=num_tokens,
         max_seqlen=max(end - start for start, end in zip(offsets, offsets[1:], strict=False)),
-        values=values,
+        values={name: torch.from_numpy(array) for name, array in values.items()},
         response_slices=tuple(slices),
     )
 

@@ -1,4 +1,4 @@
-"""Scores responses in processes of their own, each killable: a reward can hang or crash without taking the run along."""
+"""Scores responses in processes of their own, each killable: a reward can hang or crash and the run goes on."""
 
 import math
 import os
@@ -138,7 +138,9 @@ class _Worker:
             return
         kind, answer = self._receive(START_TIMEOUT_S)
         if kind != "ready":
-            reason = answer if kind == "fault" else f"reward.name: {self.config.name!r}: its process {answer} at the start"
+            reason = (
+                answer if kind == "fault" else f"reward.name: {self.config.name!r}: its process {answer} at the start"
+            )
             raise ConfigError(reason)
         self._ready = True
 

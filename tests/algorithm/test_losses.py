@@ -119,9 +119,7 @@ def context_parallel_batches(sequences, num_ranks, chunk_of_token):
     barrier, contributions = threading.Barrier(num_ranks, timeout=30), [None] * num_ranks
     batches = []
     for rank in range(num_ranks):
-        picks = [
-            [t for t in range(len(s["new"])) if chunk_of_token(t, len(s["new"])) == rank] for s in sequences
-        ]
+        picks = [[t for t in range(len(s["new"])) if chunk_of_token(t, len(s["new"])) == rank] for s in sequences]
         local = [
             {key: [s[key][t] for t in pick] if isinstance(s[key], list) else s[key] for key in s}
             for s, pick in zip(sequences, picks, strict=True)

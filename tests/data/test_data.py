@@ -64,7 +64,9 @@ def test_a_real_tokenizer_gives_plain_lists(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     from transformers import PreTrainedTokenizerFast
 
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "user": 3}, unk_token="[UNK]"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "user": 3}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{% endfor %}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", chat_template=template)

@@ -62,7 +62,9 @@ def test_tensorboard(tmp_path):
 
 
 @pytest.mark.parametrize("name, start, log, end", [
-    ("wandb", "init", "log", "finish"), ("trackio", "init", "log", "finish"), ("mlflow", "start_run", "log_metrics", "end_run"),
+    ("wandb", "init", "log", "finish"),
+    ("trackio", "init", "log", "finish"),
+    ("mlflow", "start_run", "log_metrics", "end_run"),
 ])  # fmt: skip
 def test_other_writers_get_the_same_numbers(tmp_path, monkeypatch, name, start, log, end):
     calls = []

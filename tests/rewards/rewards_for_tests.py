@@ -45,4 +45,3 @@ def environment(text, record):
 
 def process_id(text, record):
     return os.getpid()
-

@@ -32,7 +32,9 @@ def importable(monkeypatch):
 
 
 def scorer(function, timeout_s=10.0, workers=1):
-    return Scorer(RewardConfig(name=f"rewards_for_tests:{function}", timeout_s=timeout_s, workers=workers), Characters())
+    return Scorer(
+        RewardConfig(name=f"rewards_for_tests:{function}", timeout_s=timeout_s, workers=workers), Characters()
+    )
 
 
 def score(running, *texts, record=None):
@@ -100,7 +102,9 @@ def test_a_raising_reward_stops_the_run_in_one_line():
         assert score(running, "fine") == [1.0]
 
 
-@pytest.mark.parametrize("function, reason", [("always_raises", "RuntimeError: broken"), ("always_hangs", "more than 1 s")])
+@pytest.mark.parametrize(
+    "function, reason", [("always_raises", "RuntimeError: broken"), ("always_hangs", "more than 1 s")]
+)
 def test_the_first_check_finds_a_reward_that_never_works(function, reason):
     with scorer(function, timeout_s=1.0) as running:
         with pytest.raises(ConfigError, match=f"prompt 7: an empty response: .*{reason}"):
