@@ -54,7 +54,7 @@ class PromptSource:
         return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up a saved position. Raises ConfigError where prompts, seed or shuffling are not those it was saved for."""
+        """Take up a saved position. Raises ConfigError where prompts, seed or shuffling are not as they were then."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "data.train: the prompts, data.shuffle or run.seed are not those of the checkpoint's run, so its "
@@ -104,8 +104,8 @@ def _tokenize(rows: list[Row], config: DataConfig, tokenizer: Any) -> list[list[
     chats = [config.chat_template or not isinstance(row.prompt, str) for row in rows]
     if any(chats) and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            f"data.chat_template: {rows[chats.index(True)].where} needs a chat template and the tokenizer of model.hf has "
-            "none; give `prompt` as text with data.chat_template=false, or add chat_template.jinja to the checkpoint"
+            f"data.chat_template: {rows[chats.index(True)].where} needs a chat template and the tokenizer of model.hf "
+            "has none; give `prompt` as text with data.chat_template=false, or add chat_template.jinja to the checkpoint"
         )
     texts = [row.prompt for row, chat in zip(rows, chats, strict=True) if not chat]
     plain = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
@@ -160,9 +160,7 @@ def _reasoning_gym_rows(config: DataConfig, seed: int) -> list[Row]:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise ConfigError(
-            f"data.train: {config.train!r} needs the package reasoning-gym: pip install reasoning-gym"
-        ) from error
+        raise ConfigError(f"data.train: {config.train!r} needs a package: pip install reasoning-gym") from error
     task = config.train.removeprefix("reasoning_gym:")
     if task not in DATASETS:
         nearest = difflib.get_close_matches(task, DATASETS, n=3, cutoff=0.4)
