@@ -104,7 +104,7 @@ def _tokenize(rows: list[Row], config: DataConfig, tokenizer: Any) -> list[list[
     chats = [config.chat_template or not isinstance(row.prompt, str) for row in rows]
     if any(chats) and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            f"data.chat_template: {rows[chats.index(True)].where} needs a chat template and the tokenizer of model.hf "
+            f"data.chat_template: {rows[chats.index(True)].where} needs a chat template, the tokenizer of model.hf "
             "has none; give `prompt` as text with data.chat_template=false, or add chat_template.jinja to the checkpoint"
         )
     texts = [row.prompt for row, chat in zip(rows, chats, strict=True) if not chat]
@@ -148,12 +148,14 @@ def _parse_line(where: str, line: bytes) -> Row | str:
     if not isinstance(entry, dict) or "prompt" not in entry:
         return f"{where}: no JSON object with a `prompt`; add it"
     prompt = entry.pop("prompt")
-    is_chat = isinstance(prompt, list) and prompt and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message for message in prompt
-    )  # fmt: skip
+    is_chat = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
     if not isinstance(prompt, str) and not is_chat:
         return f"{where}: `prompt` must be a text or a list of messages with `role` and `content`"
     return Row(where, prompt, entry)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _reasoning_gym_rows(config: DataConfig, seed: int) -> list[Row]:
