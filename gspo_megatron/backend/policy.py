@@ -27,8 +27,8 @@ from gspo_megatron.weights.load import check_files, load_parameters
 from gspo_megatron.weights.plan import blocks_of, hf_shapes, plan_buckets
 from gspo_megatron.weights.rules import ModelShape
 
-MicroBatchLoss = Callable[[PackedTokens, Tensor], LossOutput]
-"""(micro-batch, log-probs [T] with gradient) -> loss sum, count, metrics."""
+MicroBatchLoss = Callable[[int, Tensor], LossOutput]
+"""(index of the micro-batch, its log-probs [T] with gradient) -> loss sum, count, metrics."""
 
 
 class UpdateResult(NamedTuple):
@@ -81,9 +81,8 @@ class Policy:
         pipeline stages."""
         sums = []
         for batch, log_probs in zip(micro_batches, self.log_likelihoods(micro_batches), strict=True):
-            owner = batch.token_sequence.to(self.mesh.device)
-            totals = torch.zeros(batch.cu_seqlens.numel() - 1, dtype=torch.float64, device=self.mesh.device)
-            sums.append(totals.index_add(0, owner, log_probs.double())[: batch.num_sequences].float())
+            totals = [response.sum(dtype=torch.float64) for response in batch.split(log_probs)]
+            sums.append(torch.stack(totals).float() if totals else log_probs.new_zeros(0))
         return sums
 
     def update(self, micro_batches: Sequence[PackedTokens], loss: MicroBatchLoss) -> UpdateResult:
@@ -112,17 +111,20 @@ class Policy:
     def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:
         """One pass of Megatron's schedule over the micro-batches; the last stage's outputs in their order."""
 
-        def forward_step(iterator: Iterator[PackedTokens], model):
-            batch = next(iterator).to(self.mesh.device)
+        device = self.mesh.device
+
+        def forward_step(iterator: Iterator[tuple[int, PackedTokens]], model):
+            index, batch = next(iterator)
             log_probs = model(
-                batch.input_ids[None], batch.position_ids[None], None,
-                labels=batch.labels[None], loss_mask=batch.loss_mask[None], packed_seq_params=packed_params(batch),
+                batch.input_ids[None].to(device), batch.position_ids[None].to(device), None,
+                labels=batch.labels[None].to(device), loss_mask=batch.loss_mask[None].to(device),
+                packed_seq_params=packed_params(batch, device),
             )  # fmt: skip
 
             def finish(log_probs: Tensor, non_loss_data: bool = False):
                 if non_loss_data:
                     return log_probs
-                out = loss(batch, log_probs)
+                out = loss(index, log_probs)
                 metrics = {**out.metrics, "loss_sum": out.loss_sum.detach().double(), "loss_count": out.count.double()}
                 return out.loss_sum, out.count.to(torch.int), metrics
 
@@ -131,7 +133,7 @@ class Policy:
         with self.mesh.waiting_for("other ranks in the forward pass" if forward_only else "other ranks in an update"):
             return get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(micro_batches),
+                data_iterator=iter(enumerate(micro_batches)),
                 model=self.model,
                 num_microbatches=len(micro_batches),
                 seq_length=max(batch.labels.numel() for batch in micro_batches),
@@ -172,12 +174,11 @@ class Policy:
         return box[0]
 
 
-def packed_params(batch: PackedTokens) -> PackedSeqParams:
+def packed_params(batch: PackedTokens, device: torch.device) -> PackedSeqParams:
     """Megatron's description of packed sequences."""
-    cu_seqlens = batch.cu_seqlens.to(torch.int32)
-    longest = int(cu_seqlens.diff().max())
+    bounds, longest = batch.cu_seqlens.to(device), batch.max_seqlen
     return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
     )
 
 

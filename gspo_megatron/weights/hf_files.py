@@ -19,16 +19,20 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint. Raises ConfigError naming `model.hf` where it is missing or no JSON object."""
-    path = Path(directory) / "config.json"
+    return read_json(Path(directory) / "config.json")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a checkpoint's file. Raises ConfigError naming `model.hf`."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"model.hf: {directory}: no config.json there; give a Hugging Face checkpoint") from None
+        raise ConfigError(f"model.hf: {path.parent} has no {path.name}; give a Hugging Face checkpoint") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.hf: {path} is not JSON ({error}); download the checkpoint again") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"model.hf: {path} is not a JSON object; download the checkpoint again")
-    return config
+        raise ConfigError(f"model.hf: {path} is not JSON ({error}); copy the checkpoint again") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model.hf: {path} is not a JSON object; copy the checkpoint again")
+    return values
 
 
 class HFReader:

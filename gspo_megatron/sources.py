@@ -1,0 +1,147 @@
+"""Where the samples of a step come from, and where weights go: live SGLang servers, or saved rollouts.
+
+Both live on rank 0 only; other ranks get the samples from it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.data import load_dataset
+from gspo_megatron.rewards.scorer import Scorer
+from gspo_megatron.rollout.collector import Collector
+from gspo_megatron.rollout.launcher import launch_servers
+from gspo_megatron.rollout.records import load_rollout, save_rollout
+from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
+from gspo_megatron.rollout.weight_sync import SyncReport, WeightSync
+from gspo_megatron.types import Rollout
+from gspo_megatron.weights.hf_files import read_hf_config, read_json, torch_dtype
+
+Report = Callable[[str], None]
+
+
+class ReplaySource:
+    """Saved rollouts, step by step; weights go nowhere."""
+
+    def __init__(self, config: Config):
+        self._directory = config.rollout.replay
+        load_rollout(self._directory, 0)  # a wrong directory is found before the model is built
+
+    def collect(self, step: int) -> Rollout:
+        return load_rollout(self._directory, step)
+
+    def close(self) -> None:
+        return None
+
+
+class LiveSource:
+    """Prompts, servers (started here when `rollout.launch` asks for it), scoring, and the weight sync.
+
+    Raises ConfigError or ServerError on construction for data, rewards and servers that can't work; what was started is
+    stopped then, and by `close`.
+    """
+
+    def __init__(self, config: Config, report: Report):
+        self._config, self._report = config, report
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as started:
+            tokenizer = load_tokenizer(config.model.hf)
+            self.prompts = load_dataset(config.data, tokenizer, config.run.seed)
+            scorer = started.enter_context(Scorer(config.reward, tokenizer))
+            scorer.check(self.prompts.prompts[0])
+            self.urls = self._servers(started)
+            self._collector = Collector(
+                config.rollout,
+                self.urls,
+                stop_token_ids=stop_token_ids(config),
+                vocab_size=read_hf_config(config.model.hf)["vocab_size"],
+                score=scorer.score,
+                report=report,
+                max_prompt_tokens=max(len(prompt.token_ids) for prompt in self.prompts.prompts),
+            )
+            started.callback(self._collector.close)
+            self._collector.check_servers()
+            self._scorer = scorer
+            self._stack = started.pop_all()
+        self._sync: WeightSync | None = None
+
+    def _servers(self, started: contextlib.ExitStack) -> tuple[str, ...]:
+        config = self._config
+        self._processes = None
+        if config.rollout.launch is None:
+            return config.rollout.servers
+        log_dir = Path(config.run.dir) / "servers"
+        self._processes = started.enter_context(
+            launch_servers(
+                config.rollout.launch, config.model.hf, config.train.dtype, log_dir, config.run.seed, report=self._report
+            )
+        )
+        return self._processes.urls
+
+    def collect(self, step: int) -> Rollout:
+        """The scored samples of a step, all of weight version `step`."""
+        if self._processes is not None:
+            self._processes.check()
+        timeouts = self._scorer.num_timeouts + self._scorer.num_crashes
+        rollout = self._collector.collect(self.prompts.next(self._config.rollout.prompts_per_step), step)
+        lost = self._scorer.num_timeouts + self._scorer.num_crashes - timeouts
+        if lost:
+            self._report(f"step {step}: scoring hung or crashed on {lost} responses, which got reward 0")
+        if self._config.rollout.save:
+            save_rollout(rollout, Path(self._config.run.dir) / "rollouts", step)
+        return rollout
+
+    def connect_weights(self, shapes: dict[str, tuple[int, ...]], engine_name: Callable[[str], str], backend: str) -> None:
+        """Join the servers for weight updates; `shapes` are all HF tensors that a sync sends."""
+        dtype = torch_dtype(self._config.train.dtype)
+        self._sync = WeightSync(
+            self._config.weights,
+            self.urls,
+            backend=backend,
+            expected={name: (dtype, shape) for name, shape in shapes.items()},
+            engine_name=engine_name,
+            report=self._report,
+        )
+        self._stack.callback(self._sync.close)
+        self._sync.connect()
+
+    def send_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int, prove: bool) -> SyncReport:
+        """One sync, or with `prove` two of them around noise (`weights.prove_coverage`); `tensors` runs once a sync."""
+        if prove:
+            return self._sync.prove_coverage(tensors, version)
+        return self._sync.run(tensors(), version)
+
+    def close(self) -> None:
+        """Stop what was started; bounded."""
+        self._stack.close()
+
+
+def load_tokenizer(directory: str) -> Any:
+    """The tokenizer of a checkpoint, by transformers. Raises ConfigError where it can't be loaded."""
+    ensure_torchvision_operators()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.hf: {directory}: no tokenizer can be loaded ({error}); copy its files there") from error
+
+
+def stop_token_ids(config: Config) -> tuple[int, ...]:
+    """`rollout.stop_token_ids`, or the eos_token_id of generation_config.json, or of config.json.
+
+    Raises ConfigError where none is given: responses would always run to the length limit.
+    """
+    if config.rollout.stop_token_ids:
+        return config.rollout.stop_token_ids
+    directory = Path(config.model.hf)
+    generation = read_json(directory / "generation_config.json") if (directory / "generation_config.json").exists() else {}
+    for values in (generation, read_hf_config(directory)):
+        ids = values.get("eos_token_id")
+        if ids is not None:
+            return (ids,) if isinstance(ids, int) else tuple(ids)
+    raise ConfigError("rollout.stop_token_ids: empty, and the checkpoint names no eos_token_id; list the token ids that end")

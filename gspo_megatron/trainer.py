@@ -1,0 +1,242 @@
+"""The training loop: collect, advantages, pack, log-likelihoods, updates, sync, log."""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gspo_megatron.algorithm.advantages import GroupAdvantages, group_advantages
+from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
+from gspo_megatron.algorithm.loss_metrics import add_metrics
+from gspo_megatron.backend.mesh import Mesh
+from gspo_megatron.backend.policy import Policy, UpdateResult
+from gspo_megatron.batches import MicroBatch, RolloutArrays, gap_sums, mini_batch_loss, plan_rank
+from gspo_megatron.config import Config
+from gspo_megatron.metrics import MetricsWriter, Progress
+from gspo_megatron.run_dir import prepare_run_dir
+from gspo_megatron.sources import LiveSource, ReplaySource
+from gspo_megatron.weights.hf_files import write_hf_checkpoint
+
+
+def train(config: Config) -> None:
+    """One training run on the ranks that torchrun started. Collective.
+
+    Raises ConfigError for bad input, before a process group starts wherever one rank can see it.
+    """
+    with Run(config) as run:
+        run.sync_weights(version=0)
+        for step in range(config.train.steps):
+            started = time.monotonic()
+            with run.timed("time/rollout_s"):
+                rollout = run.collect(step)
+            advantages = group_advantages(rollout.rewards, rollout.groups, config.advantage)
+            mini_batches = run.plan(rollout, advantages)
+            with run.timed("time/log_likelihood_s"):
+                old_log_probs = run.old_log_probs(mini_batches)
+            with run.timed("time/train_s"):
+                updates = [
+                    run.update(mini_batch, old)
+                    for mini_batch, old in zip(mini_batches, old_log_probs, strict=True)
+                ]  # fmt: skip
+            with run.timed("time/weight_sync_s"):
+                run.sync_weights(version=step + 1)
+            run.log(step, rollout, advantages, updates, seconds=time.monotonic() - started)
+        run.export()
+
+
+class Run:
+    """What a run holds: on every rank the mesh and the policy; on rank 0 also the source of rollouts and the writers."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._loss = LOSSES[config.loss.name][1]
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Run":
+        with contextlib.ExitStack() as stack:
+            self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stack.close()
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Rank 0 first sees to data, reward and servers, which can fail for reasons of the user's."""
+        config, self.source = self.config, None
+        if is_rank_zero():
+            run_dir = prepare_run_dir(config)
+            self.source = ReplaySource(config) if config.rollout.replay else LiveSource(config, report)
+            stack.callback(self.source.close)
+            self._writer = stack.enter_context(MetricsWriter(config.metrics, run_dir, dataclasses.asdict(config)))
+            self._progress = Progress(config.train.steps)
+        self.mesh = Mesh.create(config.parallel, config.run.seed, config.train.timeout_s)
+        stack.callback(self.mesh.close)
+        self.policy = Policy(config, self.mesh)
+        if isinstance(self.source, LiveSource):
+            backend = "nccl" if self.mesh.device.type == "cuda" else "gloo"
+            self.source.connect_weights(self.policy.hf_shapes, self.policy.family.engine_name, backend)
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds inside to the step's metric `name`."""
+        started = time.monotonic()
+        yield
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize()
+        self._seconds[name] += time.monotonic() - started
+
+    def collect(self, step: int) -> RolloutArrays:
+        """The samples of a step, on all ranks. Raises RuntimeError for a sample of another weight version."""
+        arrays = None
+        if self.source is not None:
+            arrays = RolloutArrays.from_rollout(self.source.collect(step))
+            found = np.unique(arrays.weight_versions)
+            if found.tolist() != [step]:
+                raise RuntimeError(f"step {step}: rollouts of weight versions {found.tolist()}, expected only {step}")
+        return self.mesh.broadcast_object(arrays, f"the rollouts of step {step} from rank 0")
+
+    def plan(self, rollout: RolloutArrays, advantages: GroupAdvantages) -> list[list[MicroBatch]]:
+        """[mini-batch][micro-batch] of this rank."""
+        return plan_rank(
+            rollout,
+            advantages.advantages,
+            num_mini_batches=self.config.train.updates_per_rollout,
+            token_budget=self.config.train.tokens_per_micro_batch,
+            data_rank=self.mesh.data_rank,
+            data_size=self.mesh.data_size,
+            alignment=self.config.parallel.tensor,
+        )
+
+    def old_log_probs(self, mini_batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
+        """log pi_old [T] of every micro-batch, from before the first update, and the gap to the rollout engine."""
+        micro_batches = [micro_batch for mini_batch in mini_batches for micro_batch in mini_batch]
+        if self.config.loss.old_log_probs == "rollout":
+            flat, self._gap = [m.packed.values["rollout_log_probs"] for m in micro_batches], None
+        else:
+            flat = self.policy.log_likelihoods([micro_batch.packed for micro_batch in micro_batches])
+            self._gap = self._sum_gap(gap_sums(micro_batches, flat))
+            self._check_gap(self._gap)
+        remaining = iter(flat)
+        return [[next(remaining) for _ in mini_batch] for mini_batch in mini_batches]
+
+    def update(self, mini_batch: Sequence[MicroBatch], old_log_probs: Sequence[Tensor]) -> UpdateResult:
+        loss = mini_batch_loss(self._loss, self.config.loss, mini_batch, old_log_probs, self.mesh.describe())
+        result = self.policy.update([micro_batch.packed for micro_batch in mini_batch], loss)
+        if self._gap is None:  # the first mini-batch's pass is the first look at the engine's log-probs
+            self._gap = {name: float(result.metrics[name]) for name in ("gap_sum", "gap_max", "gap_count")}
+            self._check_gap(self._gap)
+        return result
+
+    def sync_weights(self, version: int) -> None:
+        """Bring the servers to the policy's weights as `version`; all ranks hand in their shards."""
+        if self.config.rollout.replay:
+            return
+        prove = version == 0 and self.config.weights.prove_coverage
+        if self.source is None:
+            for _ in range(2 if prove else 1):
+                for _ in self.policy.hf_tensors():
+                    pass
+        else:
+            sent = self.source.send_weights(self.policy.hf_tensors, version, prove)
+            if version == 0:
+                report(
+                    f"weights: {sent.num_tensors} tensors, {sent.num_bytes / 2**20:.1f} MiB in {sent.num_buckets} "
+                    f"bucket(s), {sent.seconds:.2f} s" + ("; every parameter of the servers proven covered" if prove else "")
+                )
+        self.mesh.barrier(f"the sync of weight version {version} by rank 0")
+
+    def log(
+        self, step: int, rollout: RolloutArrays, advantages: GroupAdvantages, updates: list[UpdateResult], seconds: float
+    ) -> None:
+        """Write the step's metrics and show its progress, on rank 0."""
+        if self.source is None:
+            self._seconds.clear()
+            return
+        metrics = {
+            "step": step,
+            **rollout_metrics(rollout, advantages),
+            **update_metrics(updates),
+            "rollout/logprob_gap_mean": self._gap["gap_sum"] / max(self._gap["gap_count"], 1.0),
+            "rollout/logprob_gap_max": self._gap["gap_max"],
+            "rollout/weight_version": step,
+            **self._seconds,
+            "time/step_s": seconds,
+            "tokens/per_s": int(rollout.lengths.sum()) / seconds,
+        }
+        self._seconds.clear()
+        self._writer.write(step, metrics)
+        self._progress.step(step, metrics)
+
+    def export(self) -> None:
+        """Write the trained policy to run.dir/hf, by rank 0 from all ranks' shards."""
+        if not self.config.export.hf_final:
+            return
+        if self.source is None:
+            for _ in self.policy.hf_tensors():
+                pass
+        else:
+            directory = Path(self.config.run.dir) / "hf"
+            report(f"trained model: {write_hf_checkpoint(self.policy.hf_tensors(), directory, self.config.model.hf)}")
+        self.mesh.barrier("rank 0 writing the trained model")
+
+    def _sum_gap(self, gap: dict[str, Tensor]) -> dict[str, float]:
+        sums = torch.stack([gap["gap_sum"], gap["gap_count"]]).to(self.mesh.device)
+        maximum = gap["gap_max"].to(self.mesh.device)
+        with self.mesh.waiting_for("the log-prob gap of data-parallel ranks"):
+            dist.all_reduce(sums, group=self.mesh.data)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.mesh.data)
+        return {"gap_sum": float(sums[0]), "gap_max": float(maximum), "gap_count": float(sums[1])}
+
+    def _check_gap(self, gap: dict[str, float]) -> None:
+        """Raises RuntimeError where the engine evidently does not run this policy."""
+        mean, bound = gap["gap_sum"] / max(gap["gap_count"], 1.0), self.config.rollout.max_logprob_gap
+        if not mean <= bound:
+            raise RuntimeError(
+                f"the servers' log-probs differ from the trainer's by {mean:.4g} nats per token on average, more than "
+                f"rollout.max_logprob_gap = {bound:g}: other weights, temperature, or numerics than the policy's"
+            )
+
+
+def rollout_metrics(rollout: RolloutArrays, advantages: GroupAdvantages) -> dict[str, float]:
+    """What the samples of a step say by themselves."""
+    return {
+        "reward/mean": float(rollout.rewards.mean()),
+        "reward/std": float(rollout.rewards.std()),
+        "rollout/response_length_mean": float(rollout.response_lengths.mean()),
+        "rollout/truncated_fraction": float(rollout.truncated.mean()),
+        "rollout/empty_responses": int((rollout.response_lengths == 0).sum()),
+        "rollout/zero_std_groups": advantages.num_zero_std_groups,
+    }
+
+
+def update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """One step's metrics of the loss, over all its mini-batches; `grad_norm` is the mean over updates."""
+    total: dict[str, Tensor] = {}
+    for update in updates:
+        total = add_metrics(total, update.metrics)
+    loss = float(total["loss_sum"] / total["loss_count"].clamp(min=1))
+    return {
+        "loss": loss,
+        "grad_norm": sum(update.grad_norm for update in updates) / len(updates),
+        "learning_rate": updates[-1].learning_rate,
+        **reduce_metrics(total),
+    }
+
+
+def is_rank_zero() -> bool:
+    """Before the process group exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def report(message: str) -> None:
+    print(message, flush=True)
