@@ -105,7 +105,7 @@ def _tokenize(rows: list[Row], config: DataConfig, tokenizer: Any) -> list[list[
     if any(chats) and not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
             f"data.chat_template: {rows[chats.index(True)].where} needs a chat template, the tokenizer of model.hf "
-            "has none; give `prompt` as text with data.chat_template=false, or add chat_template.jinja to the checkpoint"
+            "has none; give `prompt` as text with data.chat_template=false, or add chat_template.jinja to it"
         )
     texts = [row.prompt for row, chat in zip(rows, chats, strict=True) if not chat]
     plain = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
