@@ -1,4 +1,4 @@
-"""Package metadata. The exact versions of the CPU environment are in requirements/; these are the ranges that were tried."""
+"""Package metadata, with ranges; the exact versions that all tests run on are in requirements/."""
 
 from setuptools import find_packages, setup
 

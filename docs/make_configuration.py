@@ -1,7 +1,7 @@
 """Writes docs/configuration.md from the dataclasses of gspo_megatron/config.py and the texts under their fields.
 
-    python docs/make_configuration.py            # writes it
-    python docs/make_configuration.py --check    # exit 1 where it is out of date
+python docs/make_configuration.py            # writes it
+python docs/make_configuration.py --check    # exit 1 where it is out of date
 """
 
 import ast
@@ -22,14 +22,14 @@ HEAD = """# Configuration
 
 Written by `docs/make_configuration.py` from `gspo_megatron/config.py`; do not edit it here.
 
-A run is one YAML file with the sections below, all optional but for the keys marked required. Every key can be overridden on
-the command line by its path, with the value in YAML; a mapping is merged into what the file has:
+A run is one YAML file with the sections below, all optional but for the keys marked required. Every key can be
+overridden on the command line by its path, with the value in YAML; a mapping is merged into what the file has:
 
     torchrun ... -m gspo_megatron train run.yaml train.steps=10 optimizer.lr=3e-6 'parallel={tensor: 2, expert: 4}'
 
 `python -m gspo_megatron check run.yaml --world-size N` judges the file and everything that it points to without a GPU,
-prints the layout and the memory of a rank, and exits with 2 and one line a fault when something is wrong. An unknown key,
-a wrong type, a key given twice, and a choice that does not exist are faults.
+prints the layout and the memory of a rank, and exits with 2 and one line a fault when something is wrong. An unknown
+key, a wrong type, a key given twice, and a choice that does not exist are faults.
 """
 
 
@@ -60,7 +60,9 @@ def section_text(cls: type, path: str, texts: dict, title: str) -> list[str]:
     inner = []
     for field in dataclasses.fields(cls):
         kind, text = fields[field.name]
-        nested = next((getattr(schema, word) for word in kind.replace("|", " ").split() if word.endswith("Config")), None)
+        nested = next(
+            (getattr(schema, word) for word in kind.replace("|", " ").split() if word.endswith("Config")), None
+        )
         if nested is not None:
             inner += ["", *section_text(nested, f"{path}.{field.name}", texts, f"{path}.{field.name}")]
             kind, text = "section", f"See [{path}.{field.name}](#{path}{field.name}). {text}".strip()

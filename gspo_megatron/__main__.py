@@ -33,12 +33,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m gspo_megatron", description="GSPO with Megatron-Core and SGLang")
     commands = parser.add_subparsers(dest="command", required=True)
-    checker = commands.add_parser("check", help="judge a configuration without GPUs or processes; exit 0, or 2 with faults")
+    checker = commands.add_parser(
+        "check", help="judge a configuration without GPUs or processes; exit 0, or 2 with faults"
+    )
     checker.add_argument("--world-size", type=int, help="ranks that the run will have; default: the fewest that work")
     trainer = commands.add_parser("train", help="train; start it with torchrun, one process a rank")
     for command in (checker, trainer):
         command.add_argument("config", metavar="CONFIG", help="YAML file")
-        command.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+        command.add_argument(
+            "overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's"
+        )
     return parser
 
 

@@ -1,6 +1,6 @@
 """Every rule that a configuration must obey before a process group starts: `check_config`.
 
-A rule looks at one thing and gives its faults, one line each: key, value, what is allowed, what to do. No torch, no GPU.
+A rule looks at one thing and gives its faults, one line each: key, value, what is allowed, what to do. No torch here.
 """
 
 import dataclasses
@@ -60,7 +60,10 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "optimizer.weight_decay": at_least(0),
     "optimizer.clip_grad": at_least(0),
     "rollout.prompts_per_step": at_least(1),
-    "rollout.samples_per_prompt": ("at least 2: the advantage compares samples of one prompt", lambda value: value >= 2),
+    "rollout.samples_per_prompt": (
+        "at least 2: the advantage compares samples of one prompt",
+        lambda value: value >= 2,
+    ),
     "rollout.max_response_tokens": at_least(1),
     "rollout.temperature": ("above 0: the trainer divides its logits by it", lambda value: value > 0),
     "rollout.concurrency": at_least(1),
@@ -157,9 +160,9 @@ def _loss(config: Config) -> Iterable[str]:
         elif value > WIDEST_SEQUENCE_CLIP and loss.name in SEQUENCE_LOSSES:
             if "wide_clip" not in loss.i_know_what_i_do:
                 yield (
-                    f"{path}: {value} is refused for {loss.name}, must be at most {WIDEST_SEQUENCE_CLIP}: the ratio of a "
-                    "sequence is a mean over its tokens and stays within about 1e-3 of 1, so that this range never clips "
-                    "(the paper: 3e-4 and 4e-4); lower it, or set loss.i_know_what_i_do=[wide_clip]"
+                    f"{path}: {value} is refused for {loss.name}, must be at most {WIDEST_SEQUENCE_CLIP}: the ratio of "
+                    "a sequence is a mean over its tokens and stays within about 1e-3 of 1, so that this range never "
+                    "clips (the paper: 3e-4 and 4e-4); lower it, or set loss.i_know_what_i_do=[wide_clip]"
                 )
 
 
@@ -194,8 +197,8 @@ def _launch(config: Config) -> Iterable[str]:
     last = launch.port + launch.count - 1
     if launch.port != 0 and (launch.port < 1024 or last > 65535):
         yield (
-            f"rollout.launch.port: {launch.port} is out of range, {launch.count} servers need ports from 1024 to 65535; "
-            "0 takes free ones"
+            f"rollout.launch.port: {launch.port} is out of range, {launch.count} servers need ports from 1024 to "
+            "65535; 0 takes free ones"
         )
     for key in launch.args:
         if key.replace("_", "-").lstrip("-") in _RESERVED_SERVER_ARGS:
@@ -240,7 +243,7 @@ def _reward(config: Config) -> Iterable[str]:
     name = config.reward.name
     if not name:
         if not config.rollout.replay:
-            yield "reward.name: required unless rollout.replay is given; give a registered name or package.module:function"
+            yield "reward.name: required unless rollout.replay is given; name a reward, or package.module:function"
     elif not name.isidentifier() and not _MODULE_FUNCTION.fullmatch(name):
         yield f"reward.name: {name!r} must be a registered name or have the form package.module:function"
 
@@ -265,8 +268,8 @@ def _timeouts(config: Config) -> Iterable[str]:
     train, request = config.train.timeout_s, config.rollout.request_timeout_s
     if train <= request and not config.rollout.replay:
         yield (
-            f"train.timeout_s: {train} is not above rollout.request_timeout_s ({request}), so that the other ranks would "
-            "give up while rank 0 still waits for a response; raise it, or lower the other"
+            f"train.timeout_s: {train} is not above rollout.request_timeout_s ({request}), so that the other ranks "
+            "would give up while rank 0 still waits for a response; raise it, or lower the other"
         )
 
 
@@ -320,8 +323,8 @@ def _topology(config: Config, model: ModelInfo) -> Iterable[str]:
     shape, parallel = model.shape, config.parallel
     axes = [(parallel.tensor, _tensor_divisors(model), "tensor")]
     what = {
-        "tensor": f"the model's {shape.num_heads} heads, {shape.num_kv_heads} key-value heads and hidden size {shape.hidden}"
-        + (f", feed-forward size {shape.ffn}" if not shape.num_experts else ""),
+        "tensor": f"the model's {shape.num_heads} heads, {shape.num_kv_heads} key-value heads and "
+        f"hidden size {shape.hidden}" + (f", feed-forward size {shape.ffn}" if not shape.num_experts else ""),
         "pipeline": f"the model's {shape.num_layers} layers",
         "expert": f"the model's {shape.num_experts} experts",
         "expert_tensor": f"an expert's feed-forward size {shape.moe_ffn}",
@@ -332,8 +335,9 @@ def _topology(config: Config, model: ModelInfo) -> Iterable[str]:
         axes.append((parallel.expert_tensor, _divisors(shape.moe_ffn), "expert_tensor"))
     else:
         for axis in ("expert", "expert_tensor"):
-            if getattr(parallel, axis) > 1:
-                yield f"parallel.{axis}: {getattr(parallel, axis)} is refused, {model.architecture} has no experts; use 1"
+            size = getattr(parallel, axis)
+            if size > 1:
+                yield f"parallel.{axis}: {size} is refused, {model.architecture} has no experts; use 1"
     for size, allowed, axis in axes:
         if size >= 1 and size not in allowed:
             yield f"parallel.{axis}: {size} does not divide {what[axis]}; use {_alternatives(allowed)}"
@@ -363,6 +367,7 @@ def _world(config: Config, world: int) -> Iterable[str]:
     layout = layout_of(config, world)
     if layout.sequences_per_update < layout.data:
         yield (
-            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {layout.sequences_per_update} sequences an "
-            f"update, fewer than the {layout.data} data-parallel ranks; raise it, or lower train.updates_per_rollout"
+            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {layout.sequences_per_update} "
+            f"sequences an update, fewer than the {layout.data} data-parallel ranks; raise it, or lower "
+            "train.updates_per_rollout"
         )

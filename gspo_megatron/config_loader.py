@@ -210,7 +210,14 @@ def _scalar(hint: type, value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    names = {str: "text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a section"}
+    names = {
+        str: "text",
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        list: "a list",
+        dict: "a section",
+    }
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
 
 

@@ -1,16 +1,16 @@
 """How much memory a rank needs, per pipeline stage, before anything is started.
 
 Bytes per parameter (Megatron-LM, docs/source/api-guide/dist_optimizer.md, "Theoretical memory consumption"): a bf16
-parameter 2 and its fp32 gradient 4 on every rank, the fp32 master weight and Adam's two fp32 moments 12, spread over the
-ranks that hold copies: 6 + 12 / d. With fp32 parameters 4 + 4 + 8 / d, there is no further master weight. d is the
+parameter 2 and its fp32 gradient 4 on every rank, the fp32 master weight and Adam's two fp32 moments 12, spread over
+the ranks that hold copies: 6 + 12 / d. With fp32 parameters 4 + 4 + 8 / d, there is no further master weight. d is the
 data-parallel size times context for the dense part, and the number of copies of an expert for experts.
 
-Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4: what each operation saves for its backward pass,
-divided by the tensor-parallel size where sequence parallelism is on), with three changes: no T^2 term, as the attention
-core recomputes its scores; grouped-query attention's narrower keys and values; and per expert layer the router's fp32
-scores and, for each of the k chosen experts, a token's row before and after the exchange, and after the expert, and the
-expert's inner activations. Stage i of p pipeline stages holds p - i micro-batches at once (1F1B schedule, Narayanan et al.
-2021, arXiv 2104.04473, section 2.2.1).
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4: what each operation saves for its backward
+pass, divided by the tensor-parallel size where sequence parallelism is on), with three changes: no T^2 term, as the
+attention core recomputes its scores; grouped-query attention's narrower keys and values; and per expert layer the
+router's fp32 scores and, for each of the k chosen experts, a token's row before and after the exchange, and after the
+expert, and the expert's inner activations. Stage i of p pipeline stages holds p - i micro-batches at once (1F1B
+schedule, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
 
 Not counted: the CUDA context and NCCL buffers (2 to 4 GiB a GPU), the allocator's fragmentation (a tenth is usual), and
 uneven routing: tokens are taken as spread evenly over experts.
@@ -60,8 +60,13 @@ class Memory:
 
 
 def count_parameters(
-    model: ModelInfo, tensor: int = 1, expert: int = 1, expert_tensor: int = 1, layers: int | None = None,
-    embedding: bool = True, output: bool = True,
+    model: ModelInfo,
+    tensor: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    layers: int | None = None,
+    embedding: bool = True,
+    output: bool = True,
 ) -> Parameters:
     """Parameters of a rank that holds `layers` layers (default all), with the embedding and the output layer or not."""
     shape = model.shape
@@ -126,9 +131,12 @@ def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -
         model, layout.tensor, layout.expert, layout.expert_tensor, layers, embedding=first, output=last
     )
     size, state = (4, 8) if config.train.dtype == "fp32" else (2, 12)
-    optimizer = state * parameters.dense / (layout.data * layout.context) + state * parameters.experts / layout.expert_data
+    optimizer = (
+        state * parameters.dense / (layout.data * layout.context) + state * parameters.experts / layout.expert_data
+    )
     chunk = min(LOGITS_CHUNK_TOKENS, config.train.tokens_per_micro_batch)
     logits = 3 * 4 * chunk * model.shape.padded_vocab(layout.tensor) / layout.tensor
+    whole = size * count_parameters(model).total
     name = "only" if layout.pipeline == 1 else "first" if first else "last" if last else "middle"
     return Memory(
         stage=name,
@@ -138,7 +146,7 @@ def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -
         optimizer=optimizer,
         activations=_activation_bytes(config, model, layers, layout.pipeline - stage),
         logits=logits if last else 0,
-        weight_sync=0 if config.rollout.replay else 2 * config.weights.bucket_mib * 2**20,
+        weight_sync=0 if config.rollout.replay else 2 * min(config.weights.bucket_mib * 2**20, whole),
     )
 
 
@@ -149,19 +157,24 @@ def estimate(config: Config, model: ModelInfo, layout: Layout) -> list[Memory]:
 
 
 def memory_text(config: Config, model: ModelInfo, layout: Layout) -> str:
-    """The estimate as a table, in GiB a rank."""
-    whole = count_parameters(model)
-    head = f"{'stage':<8}{'parameters':>12}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'activations':>13}"
+    """The estimate as a table, in GiB a rank; in MiB for models so small that GiB would show zeros."""
+    whole, rows = count_parameters(model), estimate(config, model, layout)
+    unit, divisor = ("GiB", GIB) if max(row.total for row in rows) >= GIB else ("MiB", 2**20)
+    head = f"{'stage':<8}{'parameters':>14}{'weights':>10}{'gradients':>11}{'optimizer':>11}{'activations':>13}"
     head += f"{'logits':>9}{'sync':>8}{'total':>9}"
     lines = [
-        f"estimated memory of a rank in GiB, of a model of {whole.total / 1e9:.3g} billion parameters "
-        f"({whole.experts / 1e9:.3g} in experts)",
+        f"estimated memory of a rank in {unit}, of a model of {_count(whole.total)} parameters "
+        f"({_count(whole.experts)} in experts)",
         head,
     ]
-    for row in estimate(config, model, layout):
+    for row in rows:
         values = (row.weights, row.gradients, row.optimizer, row.activations, row.logits, row.weight_sync, row.total)
         widths = (10, 11, 11, 13, 9, 8, 9)
-        cells = "".join(f"{value / GIB:>{width}.2f}" for value, width in zip(values, widths, strict=True))
-        lines.append(f"{row.stage:<8}{row.parameters.total:>12,}{cells}")
+        cells = "".join(f"{value / divisor:>{width}.2f}" for value, width in zip(values, widths, strict=True))
+        lines.append(f"{row.stage:<8}{row.parameters.total:>14,}{cells}")
     lines.append("not counted: CUDA context and NCCL (2 to 4 GiB a GPU), fragmentation, uneven routing")
     return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"

@@ -64,10 +64,14 @@ def _info(architecture: str, values: dict[str, Any]) -> ModelInfo:
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         size(name)
     moe = any("{E}" in name for row in FAMILIES[architecture].rows for name in row.hf)
-    sizes = {"num_experts": 0, "moe_intermediate_size": 0} if not moe else {
-        "num_experts": size("num_experts", "num_local_experts"),
-        "moe_intermediate_size": size("moe_intermediate_size"),
-    }
+    sizes = (
+        {"num_experts": 0, "moe_intermediate_size": 0}
+        if not moe
+        else {
+            "num_experts": size("num_experts", "num_local_experts"),
+            "moe_intermediate_size": size("moe_intermediate_size"),
+        }
+    )
     if not moe:
         size("intermediate_size")
     return ModelInfo(
@@ -133,7 +137,9 @@ def weight_faults(directory: Path) -> list[str]:
     for shard in shards:
         missing = [name for name, file in files.items() if file == shard and name not in held.get(shard, {})]
         if missing and held.get(shard):
-            faults.append(f"{shard} does not hold {len(missing)} tensors of the index, first {missing[0]!r}; copy it again")
+            faults.append(
+                f"{shard} does not hold {len(missing)} tensors of the index, first {missing[0]!r}; copy it again"
+            )
     return [f"{place}: {fault}" for fault in faults]
 
 

@@ -1,4 +1,4 @@
-"""`megatron.{transformer,optimizer,ddp}` against Megatron-Core's own dataclasses, without importing Megatron (or torch):
+"""`megatron.{transformer,optimizer,ddp}` against Megatron-Core's own dataclasses, without importing Megatron or torch:
 their fields are read from the installed source, so that `check` answers at once and on a machine without a GPU."""
 
 import ast
@@ -40,7 +40,9 @@ REFUSED: dict[str, dict[str, str]] = {
         "expert_model_parallel_size": "set parallel.expert",
         "expert_tensor_parallel_size": "set parallel.expert_tensor",
         "sequence_parallel": "set parallel.sequence_parallel",
-        **dict.fromkeys("bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype".split(), "set train.dtype"),
+        **dict.fromkeys(
+            "bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype".split(), "set train.dtype"
+        ),
         **dict.fromkeys(
             "variable_seq_lengths calculate_per_token_loss batch_p2p_comm finalize_model_grads_func grad_scale_func "
             "no_sync_func grad_sync_func param_sync_func timers moe_router_force_load_balancing moe_token_dropping "
@@ -81,11 +83,25 @@ REFUSED: dict[str, dict[str, str]] = {
 """Section -> field -> what decides it, or which key of ours to set."""
 
 AUXILIARY = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-_PLAIN = {"bool", "int", "float", "str", "Optional", "Union", "List", "list", "Tuple", "tuple", "Dict", "dict", "Literal"}
+_PLAIN = {
+    "bool",
+    "int",
+    "float",
+    "str",
+    "Optional",
+    "Union",
+    "List",
+    "list",
+    "Tuple",
+    "tuple",
+    "Dict",
+    "dict",
+    "Literal",
+}
 
 
 def passthrough_faults(megatron: MegatronConfig, core: Path | None = None) -> list[str]:
-    """Faults of the three mappings, one line each. `core` is the directory of megatron.core, default the installed one."""
+    """Faults of the three mappings, one line each. `core`: directory of megatron.core, default the installed one."""
     faults = []
     for section, (file, cls) in CLASSES.items():
         values = getattr(megatron, section)
@@ -93,7 +109,9 @@ def passthrough_faults(megatron: MegatronConfig, core: Path | None = None) -> li
             continue
         directory = core or _installed_core()
         if directory is None:
-            faults.append(f"megatron.{section}: cannot be checked, megatron-core is not installed; install it, or drop it")
+            faults.append(
+                f"megatron.{section}: cannot be checked, megatron-core is not installed; install it, or drop it"
+            )
             continue
         fields = class_fields(directory / file, cls)
         for key, value in values.items():
@@ -110,8 +128,8 @@ def _fault(section: str, key: str, value: Any, cls: str, fields: dict[str, ast.e
         numbers_given = value if isinstance(value, list) else [value]
         if any(number != 0 for number in numbers_given):
             return (
-                f"{value!r} is refused, only 0 works: with gradients divided by the number of sequences Megatron scales "
-                "the router's auxiliary loss by local tokens, so that its weight would depend on the layout"
+                f"{value!r} is refused, only 0 works: with gradients divided by the number of sequences Megatron "
+                "scales the router's auxiliary loss by local tokens, so that its weight would depend on the layout"
             )
     if key not in fields:
         near = difflib.get_close_matches(key, fields, n=1)

@@ -112,7 +112,9 @@ def test_world_size(faults_of):
     parallel = "parallel={tensor: 2, pipeline: 2, expert: 4}"
     expect(faults_of(parallel, world_size=12), "world size: 12", "= 4", "= 8", "use 8 or 16 ranks")
     expect(faults_of(parallel, world_size=2), "world size: 2", "use 8 ranks")
-    expect(faults_of("rollout.prompts_per_step=4", world_size=16), "rollout.prompts_per_step: 4", "8 sequences", "16 data")
+    expect(
+        faults_of("rollout.prompts_per_step=4", world_size=16), "rollout.prompts_per_step: 4", "8 sequences", "16 data"
+    )
 
 
 def test_a_dense_model_has_no_experts(tmp_path, faults_of):

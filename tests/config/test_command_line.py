@@ -26,7 +26,7 @@ def config(tmp_path):
 def test_check_prints_layout_batches_and_memory(config):
     answer = run("check", config, "--world-size", "8", "parallel.tensor=2", "parallel.expert=4")
     assert answer.returncode == 0, answer.stderr
-    for part in ("tensor 2 x pipeline 1 x context 1 x data 4", "copies 2", "64 sequences", "GiB", "ok"):
+    for part in ("tensor 2 x pipeline 1 x context 1 x data 4", "copies 2", "64 sequences", "MiB", "ok"):
         assert part in answer.stdout, answer.stdout
     assert answer.stderr == ""
 

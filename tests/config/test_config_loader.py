@@ -43,7 +43,8 @@ def test_types_and_nested_sections(tmp_path):
         tmp_path,
         """
         optimizer: {lr: 3e-4, clip_grad: 1}
-        rollout: {servers: ["http://a:1", http://b:2], stop_token_ids: [1, 2], launch: {args: {mem-fraction-static: 0.8}}}
+        rollout: {servers: ["http://a:1", http://b:2], stop_token_ids: [1, 2],
+          launch: {args: {mem-fraction-static: 0.8}}}
         loss: {name: grpo, clip_low: 1e-1}
         metrics: {writers: [tensorboard]}
         """,
@@ -111,7 +112,10 @@ def test_an_override_below_a_plain_value_is_refused(tmp_path):
         ("optimizer: {lr: .nan}", ["optimizer.lr:", "not a finite number"]),
         ("run: {dir: 5}", ["run.dir:", "must be text", 'quote it: "5"']),
         ("rollout: {save: 1}", ["rollout.save:", "must be true or false"]),
-        ("train: {dtype: bf61}", ["train.dtype:", "'bf61'", "did you mean bf16?", "allowed: fp32, bf16", "TrainConfig"]),
+        (
+            "train: {dtype: bf61}",
+            ["train.dtype:", "'bf61'", "did you mean bf16?", "allowed: fp32, bf16", "TrainConfig"],
+        ),
         ("train: 3", ["train:", "TrainConfig", "section"]),
         ("rollout: {servers: http://a:1}", ["rollout.servers:", "must be a list: [http://a:1]"]),
         ("rollout: {stop_token_ids: [1, x]}", ["rollout.stop_token_ids:", "item 2", "must be an integer"]),
@@ -201,7 +205,9 @@ def test_the_pass_through_to_megatron_is_checked(tmp_path, key, value, parts):
 
 
 def test_the_pass_through_accepts_what_is_megatrons_own(tmp_path):
-    transformer = "{recompute_granularity: full, recompute_num_layers: 1, moe_aux_loss_coeff: 0, overlap_p2p_comm: false}"
+    transformer = (
+        "{recompute_granularity: full, recompute_num_layers: 1, moe_aux_loss_coeff: 0, overlap_p2p_comm: false}"
+    )
     config = load(tmp_path, "", f"megatron.transformer={transformer}", "megatron.ddp.overlap_grad_reduce=true")
     assert config.megatron.transformer["recompute_num_layers"] == 1
 
@@ -232,6 +238,8 @@ def test_loading_and_checking_import_no_torch(tmp_path):
         f"assert main(['check', {str(path)!r}]) == 2; "
         "print([name for name in sys.modules if name in ('torch', 'numpy', 'transformers', 'megatron.core')])"
     )
-    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
     assert answer.stdout.strip() == "[]"
     assert re.search(r"^model.hf: required", answer.stderr, re.MULTILINE)

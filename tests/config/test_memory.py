@@ -21,7 +21,7 @@ def info(tmp_path, values):
 
 
 def test_parameters_of_the_published_models(tmp_path):
-    """The model cards: Qwen3-30B-A3B has 30.5 billion parameters, 29.9 without embeddings; Qwen3-8B 8.2, 6.95 without."""
+    """The model cards: Qwen3-30B-A3B has 30.5 billion parameters, 29.9 without embeddings; Qwen3-8B has 8.2."""
     moe = count_parameters(info(tmp_path, QWEN3_30B_A3B))
     assert moe.total == 30_532_122_624  # the sum of all tensors of the published checkpoint
     assert moe.experts == 48 * 128 * 3 * 2048 * 768

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,3 +63,36 @@ def test_every_direct_dependency_is_explained():
 def test_apex_is_never_taken_from_the_package_index():
     for file in [*(ROOT / "requirements").glob("*.txt"), ROOT / "setup.py"]:
         assert not re.search(r"""^\s*["']?apex\b""", file.read_text(), re.MULTILINE)
+
+
+def make_venv(*arguments) -> subprocess.CompletedProcess:
+    command = ["bash", ROOT / "requirements" / "make_venv.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def stand_in_python(path: Path, starts: bool) -> Path:
+    """A python whose version is right, or which does not start, and which has no venv module."""
+    path.write_text(
+        f'#!/bin/bash\ncase "$2" in *"import venv"*) exit 1 ;; *print*) echo 3.11 ;; esac\nexit {1 - starts}\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+def test_without_a_usable_python_the_message_says_what_to_do(tmp_path):
+    for wanted in ("no-such-python", stand_in_python(tmp_path / "broken", starts=False)):
+        answer = make_venv(tmp_path / "venv", wanted)
+        assert answer.returncode == 1
+        assert "no Python 3.11 or 3.12 found" in answer.stderr and "make PYTHON=" in answer.stderr
+
+
+def test_without_the_venv_module_the_message_names_the_package(tmp_path):
+    answer = make_venv(tmp_path / "venv", stand_in_python(tmp_path / "python", starts=True))
+    assert answer.returncode == 1 and "apt-get install python3.11-venv" in answer.stderr
+
+
+def test_an_environment_that_works_is_kept(tmp_path):
+    assert make_venv(tmp_path / "venv", sys.executable).returncode == 0
+    (tmp_path / "venv" / "kept").touch()
+    assert make_venv(tmp_path / "venv", "no-such-python").returncode == 0
+    assert (tmp_path / "venv" / "kept").exists()

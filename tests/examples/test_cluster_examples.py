@@ -1,5 +1,5 @@
-"""The cluster examples without a cluster: configurations pass the preflight, scripts pass shellcheck, and the Slurm script
-runs from start to end with srun, scontrol, curl, sglang and torchrun replaced by small stand-ins.
+"""The cluster examples without a cluster: configurations pass the preflight, scripts pass shellcheck, and the Slurm
+script runs from start to end with srun, scontrol, curl, sglang and torchrun replaced by small stand-ins.
 
 Not tested here: Slurm itself, containers, and that the settings train well.
 """
@@ -130,7 +130,9 @@ def test_the_job_starts_servers_hands_their_urls_to_the_trainer_and_stops_all(jo
     for rank, line in enumerate(ranks):
         assert f"--nnodes 2 --node-rank {rank} --nproc-per-node 8 --master-addr node0 --master-port 29500" in line
         assert "-m gspo_megatron train examples/qwen3_30b_a3b.yaml" in line
-        assert line.endswith("model.hf=some/model rollout.servers=[http://node2:30000,http://node2:30200] train.steps=3")
+        assert line.endswith(
+            "model.hf=some/model rollout.servers=[http://node2:30000,http://node2:30200] train.steps=3"
+        )
     assert sorted(job.lines("stopped")) == ["30000", "30200"]
     assert "all steps stopped" in output
 
