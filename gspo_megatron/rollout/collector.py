@@ -123,6 +123,7 @@ class _Collection:
         self._under_way: dict[int, tuple[float, str]] = {}
         """Position of a prompt -> when its generation started, and at which server it is."""
         self._started = time.monotonic()
+        self._stopped = False
 
     async def run(self) -> Rollout:
         samples = self._config.samples_per_prompt
@@ -143,9 +144,13 @@ class _Collection:
         return Rollout(tuple(itertools.chain.from_iterable(self._groups)))
 
     async def _work(self, positions, tasks: asyncio.TaskGroup, executor: ThreadPoolExecutor) -> None:
-        for position in positions:
-            completions = await self._generate(position)
-            tasks.create_task(self._score_group(position, completions, executor))
+        try:
+            for position in positions:
+                completions = await self._generate(position)
+                tasks.create_task(self._score_group(position, completions, executor))
+        except BaseException:
+            self._stopped = True
+            raise
 
     async def _generate(self, position: int) -> list[Completion]:
         prompt, samples = self._prompts[position], self._config.samples_per_prompt
@@ -153,6 +158,9 @@ class _Collection:
         for attempt in range(self._config.retries + 1):
             if attempt:
                 await asyncio.sleep(self._policy.backoff(attempt))
+            if self._stopped:
+                # a connection that fails in the same moment can swallow the task group's cancellation
+                raise asyncio.CancelledError
             server = await self._pool.acquire(samples, avoid=failed_at)
             self._under_way[position] = (time.monotonic(), server.url)
             try:
@@ -170,7 +178,7 @@ class _Collection:
                 return completions
             finally:
                 del self._under_way[position]
-                await self._pool.release(server, samples)
+                self._pool.release(server, samples)
         tries = self._config.retries + 1
         raise RolloutError(
             f"prompt {prompt.index}: failed {tries} times, the last time with: {error}; servers: {self._pool.describe()}"

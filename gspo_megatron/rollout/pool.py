@@ -56,12 +56,12 @@ class ServerPool:
     ):
         self.servers = [PooledServer(client) for client in clients]
         self._concurrency, self._policy, self._report = concurrency, policy, report
-        self._changed: asyncio.Condition | None = None
+        self._changed: asyncio.Event | None = None
         self._stack: AsyncExitStack | None = None
         self._prober: asyncio.Task | None = None
 
     async def __aenter__(self) -> "ServerPool":
-        self._changed, self._stack = asyncio.Condition(), AsyncExitStack()
+        self._changed, self._stack = asyncio.Event(), AsyncExitStack()
         for server in self.servers:
             server.in_flight = 0
             if server.aside_since is not None:
@@ -71,8 +71,10 @@ class ServerPool:
         return self
 
     async def __aexit__(self, *exception) -> None:
-        self._prober.cancel()
-        await asyncio.wait([self._prober])
+        # more than once: a connection that fails in the same moment can swallow a cancellation
+        while not self._prober.done():
+            self._prober.cancel()
+            await asyncio.wait([self._prober], timeout=0.2)
         await self._stack.aclose()
 
     async def acquire(self, samples: int, avoid: str = "") -> PooledServer:
@@ -80,22 +82,22 @@ class ServerPool:
 
         Raises RolloutError when no server has lived for `no_server_s`.
         """
-        async with self._changed:
-            while True:
-                server = self._choose(samples, avoid)
-                if server is not None:
-                    server.in_flight += samples
-                    return server
-                self._give_up_without_servers()
-                try:
-                    await asyncio.wait_for(self._changed.wait(), timeout=1.0)
-                except TimeoutError:
-                    continue
+        while True:
+            server = self._choose(samples, avoid)
+            if server is not None:
+                server.in_flight += samples
+                return server
+            self._give_up_without_servers()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
 
-    async def release(self, server: PooledServer, samples: int) -> None:
+    def release(self, server: PooledServer, samples: int) -> None:
         server.in_flight -= samples
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
 
     def succeeded(self, server: PooledServer) -> None:
         server.failures, server.aside_since = 0, None
@@ -144,5 +146,4 @@ class ServerPool:
         # one more failure sets it aside again: it may answer probes and still not generate
         server.failures, server.aside_since = self._policy.failures_before_aside - 1, None
         self._report(f"{server.url} answers again")
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
