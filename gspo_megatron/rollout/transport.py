@@ -2,6 +2,7 @@
 
 import contextlib
 import socket
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,18 +110,20 @@ class DistributedTransport:
             run_all(tasks, self._timeout_s + GRACE_S, "sending a bucket")
         except BaseException:
             # somebody may still wait inside the collective: this group can't be used again
-            self._group = None
+            group, self._group = self._group, None
+            threading.Thread(target=_abort, args=(group,), name="aborting the weight update group", daemon=True).start()
             raise
 
     def _announcer(self, client: SGLangClient, bucket: Bucket, dtypes: list[str]) -> Callable[[], None]:
         return lambda: client.update_weights_from_distributed(bucket.names, dtypes, bucket.shapes, self._name)
 
     def _broadcast(self, flat: Tensor) -> None:
-        on_gpu = flat.device.type == "cuda"
+        # the local name keeps the group alive until the operation ends: its destructor waits for what is pending
+        group, on_gpu = self._group, flat.device.type == "cuda"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         with torch.cuda.device(flat.device) if on_gpu else contextlib.nullcontext():
-            self._group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
+            group.broadcast([flat], options).wait(timedelta(seconds=self._timeout_s))
             if on_gpu:
                 torch.cuda.current_stream().synchronize()
 
@@ -157,6 +160,12 @@ def make_group(backend: str, store: dist.Store, name: str, world_size: int, time
     options.is_high_priority_stream = False
     options.group_name = name
     return dist.ProcessGroupNCCL(keys, 0, world_size, options)
+
+
+def _abort(group: Any) -> None:
+    # a torch whose gloo knows no abort lets the operation run into its time-out
+    with contextlib.suppress(RuntimeError):
+        group.abort()
 
 
 def engine_ranks(url: str, info: dict[str, Any]) -> int:

@@ -207,3 +207,35 @@ def test_servers_that_are_not_there_are_named(tensors):
     )
     with pytest.raises(ConfigError, match=r"rollout.servers: .*http://127.0.0.1:9/weights_checker: no answer"):
         sync.connect()
+
+
+def test_a_session_that_somebody_else_ends_is_reported_and_recovered_from(
+    fresh_sglang_server, other_model, tensors, sync_to
+):
+    url, _ = fresh_sglang_server
+
+    def interrupted():
+        for index, item in enumerate(tensors.items()):
+            if index == len(tensors) // 2:
+                httpx.post(f"{url}/end_weight_update", json={}, trust_env=False).raise_for_status()
+            yield item
+
+    sync = sync_to(bucket_mib=0.05)
+    with pytest.raises(WeightSyncError, match=r"bucket \d+ \(.*HTTP 400: .*must run between"):
+        sync.run(interrupted(), version=11)
+    assert is_paused(url)
+    # the engine did not take part in the last broadcast, so the same object has to join a new group
+    sync.run(tensors.items(), version=12)
+    assert_serves(url, other_model, 12)
+
+
+def test_the_trainers_own_group_has_no_part_in_it(fresh_sglang_server, other_model, tensors, sync_to, monkeypatch):
+    url, _ = fresh_sglang_server
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        sync_to().run(tensors.items(), version=13)
+        assert torch.distributed.get_world_size() == 1
+    finally:
+        torch.distributed.destroy_process_group()
+    assert_serves(url, other_model, 13)
