@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -19,6 +20,8 @@ from gspo_megatron.rollout.launcher import launch_servers  # noqa: E402
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators  # noqa: E402
 
 ensure_torchvision_operators()
+# the server and the trainer's ranks of a test share the machine's few cores
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ MIN_RESPONSE_ROOM = 5
 
 
 class SGLangClient:
-    """Calls of one server. `timeout_s` bounds a call: the whole of `generate`, and each silence in the others, in seconds.
+    """Calls of one server. `timeout_s`, in seconds, bounds the whole of `generate`, and each silence in other calls.
 
     `generate` is a coroutine and needs `async with client:` around its use; all else is synchronous and thread-safe.
     Failed calls raise RequestError with the URL, the endpoint, the status and the server's own words.
@@ -94,7 +94,7 @@ class SGLangClient:
         answer = self._read("/generate", response)
         outputs = answer if isinstance(answer, list) else [answer]
         if len(outputs) != num_samples:
-            raise RequestError(self.url, "/generate", None, f"{len(outputs)} responses, asked for {num_samples}")
+            raise MalformedAnswer(self.url, f"{len(outputs)} responses, asked for {num_samples}")
         return [self._completion(output, vocab_size) for output in outputs]
 
     def _completion(self, output: dict[str, Any], vocab_size: int) -> Completion:
@@ -105,7 +105,7 @@ class SGLangClient:
             version = str(meta["weight_version"])
             spans = {str(span["version"]) for span in meta.get("weight_versions") or ()} | {version}
         except (KeyError, TypeError) as error:
-            raise RequestError(self.url, "/generate", None, f"an answer without {error}: {str(output)[:300]}") from error
+            raise MalformedAnswer(self.url, f"an answer without {error}: {str(output)[:300]}") from error
         if finish["type"] == "abort":
             raise RequestError(self.url, "/generate", None, f"aborted: {finish.get('message', 'no reason given')}")
         if len(pairs) != len(token_ids) or any(pair[1] != token for pair, token in zip(pairs, token_ids, strict=True)):

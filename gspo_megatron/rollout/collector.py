@@ -105,8 +105,8 @@ class Collector:
         response = self._config.max_response_tokens
         if prompt_tokens + max(response, MIN_RESPONSE_ROOM) > self._token_limit:
             raise ConfigError(
-                f"rollout.max_response_tokens: {response}: with a prompt of {prompt_tokens} tokens this is more than the"
-                f" {self._token_limit} tokens that a server holds, and it would cut responses short; lower it or"
+                f"rollout.max_response_tokens: {response}: with a prompt of {prompt_tokens} tokens this is more than"
+                f" the {self._token_limit} tokens that a server holds, and it would cut responses short; lower it or"
                 " data.max_prompt_tokens, or start servers with a larger --context-length and --max-total-tokens"
             )
 
@@ -179,9 +179,9 @@ class _Collection:
             finally:
                 del self._under_way[position]
                 self._pool.release(server, samples)
-        tries = self._config.retries + 1
         raise RolloutError(
-            f"prompt {prompt.index}: failed {tries} times, the last time with: {error}; servers: {self._pool.describe()}"
+            f"prompt {prompt.index}: failed {self._config.retries + 1} times, the last time with: {error};"
+            f" servers: {self._pool.describe()}"
         ) from error
 
     def _check_versions(self, prompt: Prompt, server: PooledServer, completions: Sequence[Completion]) -> None:

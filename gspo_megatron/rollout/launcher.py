@@ -209,6 +209,11 @@ def server_environment(environment: Mapping[str, str], launch: LaunchConfig, ind
         kept[name] = ",".join(filter(None, [environment.get(name), HOST, "localhost"]))
     if launch.device == "cpu":
         kept["OMP_NUM_THREADS"] = "1"
+        if launch.tensor_parallel > 1:
+            # without it SGLang wants a NUMA node for every rank
+            cores, first = sorted(os.sched_getaffinity(0)), index * launch.tensor_parallel
+            bound = [str(cores[(first + rank) % len(cores)]) for rank in range(launch.tensor_parallel)]
+            kept.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
         return kept
     first = launch.first_device + index * launch.tensor_parallel
     wanted = range(first, first + launch.tensor_parallel)

@@ -73,5 +73,5 @@ def survey(clients: Sequence[SGLangClient], timeout_s: float) -> tuple[Survey, d
     with ThreadPoolExecutor(min(32, len(clients))) as threads:
         answers = list(threads.map(ask, clients))
     found = Survey(answer for answer in answers if isinstance(answer, ServerFacts))
-    errors = {client.url: answer for client, answer in zip(clients, answers, strict=True) if isinstance(answer, RequestError)}
+    errors = {answer.url: answer for answer in answers if isinstance(answer, RequestError)}
     return found, errors

@@ -2,9 +2,9 @@
 
 python -m gspo_megatron.rollout.supervise --parent PID --grace SECONDS -- COMMAND...
 
-A trainer that is killed with SIGKILL can't stop anything, and a server's own processes don't end with their parent. This
-process leads the group, looks twice a second whether its parent is still the trainer, and takes the group down (itself
-last) when it is not, on SIGTERM, and when the server ends by itself.
+A trainer that is killed with SIGKILL can't stop anything, and a server's own processes don't end with their parent.
+This process leads the group, looks twice a second whether its parent is still the trainer, and takes the group down
+(itself last) when it is not, on SIGTERM, and when the server ends by itself.
 """
 
 import argparse

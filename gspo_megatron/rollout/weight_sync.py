@@ -29,8 +29,8 @@ class SyncReport:
 class WeightSync:
     """Runs on the sending rank only.
 
-    `expected`: Hugging Face name -> (dtype, shape) of every tensor of a full update. `engine_name`: Hugging Face name ->
-    the name of the engine's parameter that it is loaded into, fused or not. Every step is bounded by
+    `expected`: Hugging Face name -> (dtype, shape) of every tensor of a full update. `engine_name`: Hugging Face name
+    -> the name of the engine's parameter that it is loaded into, fused or not. Every step is bounded by
     `weights.timeout_s`. Whatever fails raises WeightSyncError and leaves the engines paused; a later `run` that goes
     well takes them out of it.
     """
@@ -179,7 +179,8 @@ class WeightSync:
     def _checksums(self, version: int) -> dict[str, dict[str, str]]:
         """"URL rank R of S" -> parameter name -> checksum."""
         answers = self._guarded(version, "taking checksums", lambda client: client.weights_checker("checksum"))
-        return {_rank_label(url, rank): rank["checksums"] for url, answer in answers.items() for rank in answer["ranks"]}
+        ranks = [(url, rank) for url, answer in answers.items() for rank in answer["ranks"]]
+        return {_rank_label(url, rank): rank["checksums"] for url, rank in ranks}
 
     def _check_version(self, version: int) -> None:
         for url, found in self._guarded(version, "reading the version", lambda client: client.weight_version()).items():

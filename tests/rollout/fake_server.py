@@ -1,4 +1,4 @@
-"""A few lines of HTTP that answer like an SGLang server, or fail as told; for faults a real one can't be made to have."""
+"""A little HTTP that answers like an SGLang server, or fails as told: for faults a real one can't be made to have."""
 
 import json
 import threading

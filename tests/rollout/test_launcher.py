@@ -20,6 +20,9 @@ FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 
 """A stand-in for a server: it has a child process of its own."""
 
 
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+
+
 def group_members(group: int) -> list[int]:
     """Processes of a group that still run (a zombie does not)."""
     members = []
@@ -57,7 +60,8 @@ def test_a_taken_port_is_named_before_anything_starts(tmp_path):
 
 def test_a_server_that_ends_while_starting_is_reported_with_its_log(tmp_path):
     with pytest.raises(ServerError, match=r"ended by itself; last lines of .*server_0\.log") as caught:
-        with launch_servers(LaunchConfig(device="cpu"), tmp_path / "no_model", "fp32", tmp_path, seed=1, stop_grace_s=1):
+        launch = LaunchConfig(device="cpu")
+        with launch_servers(launch, tmp_path / "no_model", "fp32", tmp_path, seed=1, stop_grace_s=1):
             pytest.fail("no server can serve a directory that is not there")
     assert "no_model" in str(caught.value) and "status 1" in str(caught.value)
 
@@ -80,7 +84,7 @@ def _groups(servers) -> list[int]:
     return [server.process.pid for server in servers._servers]
 
 
-@pytest.mark.parametrize("program", ["time.sleep(300)", "import signal; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
+@pytest.mark.parametrize("program", ["time.sleep(300)", DEAF + "time.sleep(300)"], ids=["meek", "deaf"])
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_trainer_leaves_no_process(tmp_path, program, end):
     trainer = textwrap.dedent(f"""
@@ -123,7 +127,8 @@ def test_a_killed_supervisor_is_noticed_and_stop_ends_the_rest(tmp_path, monkeyp
 
 
 def test_command_of_a_cpu_server_and_its_overrides():
-    launch = LaunchConfig(device="cpu", args={"max_total_tokens": 512, "log-requests": True, "skip-server-warmup": False})
+    args = {"max_total_tokens": 512, "log-requests": True, "skip-server-warmup": False}
+    launch = LaunchConfig(device="cpu", args=args)
     command = server_command(launch, "/model", "float32", 31000, seed=5)
     assert command[:3] == [sys.executable, "-m", "gspo_megatron.rollout.sglang_cpu"]
     pairs = dict(zip(command, command[1:]))
@@ -141,9 +146,16 @@ def test_command_of_a_gpu_server():
 def test_the_trainers_ranks_do_not_reach_a_server():
     torchrun = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
     torchrun |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment = server_environment({**torchrun, "HOME": "/root", "OMP_NUM_THREADS": "8"}, LaunchConfig(device="cpu"), 0)
+    given = {**torchrun, "HOME": "/home/user", "OMP_NUM_THREADS": "8"}
+    environment = server_environment(given, LaunchConfig(device="cpu"), 0)
     assert not torchrun.keys() & environment.keys()
-    assert environment["HOME"] == "/root" and environment["OMP_NUM_THREADS"] == "1"
+    assert environment["HOME"] == "/home/user" and environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_ranks_of_a_cpu_server_are_bound_to_cores():
+    environment = server_environment({}, LaunchConfig(device="cpu", tensor_parallel=2), 0)
+    cores = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(cores) == 2 and {int(core) for core in cores} <= os.sched_getaffinity(0)
 
 
 def test_devices_of_gpu_servers():
