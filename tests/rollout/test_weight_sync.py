@@ -183,10 +183,8 @@ def test_an_expert_that_no_list_of_names_misses_is_found_by_noise(fresh_sglang_s
     assert is_paused(url)
 
 
-def test_requests_under_way_are_ended_by_a_sync_and_the_cache_is_not_reused(
-    fresh_sglang_server, other_model, tensors, sync_to
-):
-    url, model_dir = fresh_sglang_server
+def test_the_prefix_cache_of_the_old_weights_is_not_reused(fresh_sglang_server, other_model, tensors, sync_to):
+    url, _ = fresh_sglang_server
     prompt = Prompt(0, tuple(range(20, 120)))
     config = RolloutConfig(samples_per_prompt=2, max_response_tokens=4)
     collector = Collector(config, [url], stop_token_ids=[2], vocab_size=512, score=lambda p, c: [0.0] * len(c))
