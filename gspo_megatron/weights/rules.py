@@ -39,7 +39,8 @@ class ModelShape:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             ffn=config.get("intermediate_size") or 0,
             moe_ffn=config.get("moe_intermediate_size") or 0,
-            num_experts=config.get("num_experts") or 0,
+            # transformers 5 writes num_local_experts where the published checkpoints have num_experts
+            num_experts=config.get("num_experts") or config.get("num_local_experts") or 0,
             vocab=config["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings")),
         )
