@@ -3,7 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ class HFReader:
     def _find_files(self) -> dict[str, str]:
         index = self.directory / INDEX
         if index.exists():
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ConfigError(f"model.hf: {index} has no weight_map of names to files; copy the checkpoint again")
             for file in sorted(set(weight_map.values())):
                 if not (self.directory / file).exists():
                     raise ConfigError(f"model.hf: {self.directory}: the index names {file}, which is missing")
@@ -66,17 +69,25 @@ class HFReader:
                 raise ConfigError(f"model.hf: {self.directory / file} can't be read: {error}") from None
         return self._open[file]
 
+    def _slice(self, name: str) -> Any:
+        file = self._file_of[name]
+        try:
+            return self._handle(file).get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(
+                f"model.hf: {self.directory}: {name} is not in {file}, where {INDEX} has it ({error}); copy the checkpoint again"
+            ) from None
+
     @property
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._handle(self._file_of[name]).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The block of `shape` from offset `start` on, in the file's dtype, on the CPU."""
-        lazy = self._handle(self._file_of[name]).get_slice(name)
-        return lazy[tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))]
+        return self._slice(name)[tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))]
 
 
 def write_hf_checkpoint(
@@ -84,18 +95,22 @@ def write_hf_checkpoint(
 ) -> Path:
     """Write tensors as safetensors shards with config, generation config and tokenizer files of `reference`.
 
-    Goes to a directory beside the target which is renamed when all is written, so that a half-written checkpoint never
-    has the target's name; a checkpoint already there is replaced. Memory is bounded by one shard.
+    config.json gets the dtype of what was written, by the key that it has. All goes to a directory beside the target
+    which is renamed when it is whole, so that a half-written checkpoint never has the target's name; a checkpoint already
+    there is replaced. Memory is bounded by one shard. Raises ValueError for a name that comes twice, or no tensor at all.
     """
-    target = Path(directory)
+    target, config = Path(directory), read_hf_config(reference)
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    shards = _write_shards(tensors, partial, shard_bytes)
+    num_elements: Counter[torch.dtype] = Counter()
+    shards = _write_shards(_counted(tensors, num_elements), partial, shard_bytes)
     _name_shards(shards, partial)
     for file in sorted(Path(reference).iterdir()):
-        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and file.name != INDEX:
+        is_index = file.name.endswith(".index.json")  # of the reference's own weights
+        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and not is_index:
             shutil.copyfile(file, partial / file.name)
+    _say_dtype(config, num_elements, partial / "config.json")
     for file in partial.iterdir():
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -110,13 +125,35 @@ def write_hf_checkpoint(
     return target
 
 
+def _counted(tensors: Iterable[tuple[str, Tensor]], num_elements: Counter) -> Iterator[tuple[str, Tensor]]:
+    names = set()
+    for name, tensor in tensors:
+        if name in names:
+            raise ValueError(f"{name} comes twice: one of the two would be lost")
+        names.add(name)
+        num_elements[tensor.dtype] += tensor.numel()
+        yield name, tensor
+    if not names:
+        raise ValueError("no tensors to write")
+
+
+def _say_dtype(config: dict[str, Any], num_elements: Counter, path: Path) -> None:
+    """transformers and SGLang load a checkpoint in the dtype of its config.json, whatever its tensors are in."""
+    dtype = str(num_elements.most_common(1)[0][0]).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    if any(config.get(key) != dtype for key in keys):
+        path.write_text(json.dumps(config | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
 def _write_shards(tensors, partial: Path, shard_bytes: int) -> list[dict[str, int]]:
     """Writes shard files by number; returns the names and bytes in each."""
     shards: list[dict[str, int]] = []
     held: dict[str, Tensor] = {}
 
     def flush() -> None:
-        save_file(held, partial / f"{len(shards)}.safetensors", metadata={"format": "pt"})
+        file = partial / f"{len(shards)}.safetensors"
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
         shards.append({name: tensor.nbytes for name, tensor in held.items()})
         held.clear()
 
