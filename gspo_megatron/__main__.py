@@ -5,6 +5,7 @@ Both exit with 2 and print every fault, one a line on stderr, when the configura
 
 import argparse
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -74,13 +75,28 @@ def train(path: str, overrides: list[str]) -> int:
     config, faults = find_faults(path, overrides, int(os.environ.get("WORLD_SIZE", "1")))
     if faults:
         return _refuse(faults) if os.environ.get("RANK", "0") == "0" else REFUSED
-    from gspo_megatron.trainer import train as run  # imports torch, which `check` does without
+    import torch  # here, because `check` does without
+
+    from gspo_megatron.notices import hide_known_notices
+
+    hide_known_notices(on_gpu=torch.cuda.is_available())
+    _be_a_single_rank_without_torchrun()
+    from gspo_megatron.trainer import train as run
 
     try:
         run(config)
     except ConfigError as error:
         return _refuse(error.faults)
     return 0
+
+
+def _be_a_single_rank_without_torchrun() -> None:
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def _refuse(faults: list[str]) -> int:

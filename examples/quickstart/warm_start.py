@@ -15,15 +15,19 @@ from collections import deque
 
 import torch
 
-from gspo_megatron.algorithm.losses import LossOutput
-from gspo_megatron.algorithm.packing import PackedTokens, pack, plan_micro_batches
-from gspo_megatron.backend.mesh import Mesh
-from gspo_megatron.backend.policy import Policy
-from gspo_megatron.config import Config, OptimizerConfig
-from gspo_megatron.config_loader import load_config
-from gspo_megatron.data import load_dataset
-from gspo_megatron.sources import load_tokenizer, stop_token_ids
-from gspo_megatron.weights.hf_files import write_hf_checkpoint
+from gspo_megatron.notices import hide_known_notices
+
+hide_known_notices(on_gpu=torch.cuda.is_available())  # before the imports that bring Megatron
+
+from gspo_megatron.algorithm.losses import LossOutput  # noqa: E402
+from gspo_megatron.algorithm.packing import PackedTokens, pack, plan_micro_batches  # noqa: E402
+from gspo_megatron.backend.mesh import Mesh  # noqa: E402
+from gspo_megatron.backend.policy import Policy  # noqa: E402
+from gspo_megatron.config import Config, OptimizerConfig  # noqa: E402
+from gspo_megatron.config_loader import load_config  # noqa: E402
+from gspo_megatron.data import load_dataset  # noqa: E402
+from gspo_megatron.sources import load_tokenizer, stop_token_ids  # noqa: E402
+from gspo_megatron.weights.hf_files import write_hf_checkpoint  # noqa: E402
 
 AVERAGED_BATCHES = 8
 
