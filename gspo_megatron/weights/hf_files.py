@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: reading slices of tensors, and writing shards with an index of what was written."""
+"""Hugging Face checkpoint directories: slices of tensors read, and shards written with an index of what was written."""
 
 import json
 import os
@@ -58,7 +58,9 @@ class HFReader:
                     raise ConfigError(f"model.hf: {self.directory}: the index names {file}, which is missing")
             return weight_map
         if not (self.directory / SINGLE).exists():
-            raise ConfigError(f"model.hf: {self.directory}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint")
+            raise ConfigError(
+                f"model.hf: {self.directory}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint"
+            )
         return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
 
     def _handle(self, file: str) -> Any:
@@ -75,7 +77,8 @@ class HFReader:
             return self._handle(file).get_slice(name)
         except SafetensorError as error:
             raise ConfigError(
-                f"model.hf: {self.directory}: {name} is not in {file}, where {INDEX} has it ({error}); copy the checkpoint again"
+                f"model.hf: {self.directory}: {name} is not in {file}, where the index has it ({error}); "
+                "copy the checkpoint again"
             ) from None
 
     @property
@@ -96,8 +99,9 @@ def write_hf_checkpoint(
     """Write tensors as safetensors shards with config, generation config and tokenizer files of `reference`.
 
     config.json gets the dtype of what was written, by the key that it has. All goes to a directory beside the target
-    which is renamed when it is whole, so that a half-written checkpoint never has the target's name; a checkpoint already
-    there is replaced. Memory is bounded by one shard. Raises ValueError for a name that comes twice, or no tensor at all.
+    which is renamed when it is whole, so that a half-written checkpoint never has the target's name; a checkpoint
+    already there is replaced. Memory is bounded by one shard. Raises ValueError for a name that comes twice, or no
+    tensor at all.
     """
     target, config = Path(directory), read_hf_config(reference)
     partial = target.with_name(f".{target.name}.partial")

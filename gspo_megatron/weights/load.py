@@ -31,7 +31,8 @@ def check_files(reader: HFReader, family: Family, shape: ModelShape) -> None:
     for name in sorted(expected.keys() & reader.names):
         if reader.shape(name) != expected[name]:
             faults.append(
-                f"model.hf: {name} is {list(reader.shape(name))} in the files, but config.json says {list(expected[name])}"
+                f"model.hf: {name} is {list(reader.shape(name))} in the files, "
+                f"but config.json says {list(expected[name])}"
             )
     if faults:
         raise ConfigError(faults[:20])

@@ -51,7 +51,7 @@ def hf_shapes(family: Family, shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def blocks_of(family: Family, shape: ModelShape, place: Place) -> dict[str, list[Block]]:
-    """Canonical Megatron name (global layer and expert) -> the blocks of this rank's shard; every parameter is there."""
+    """Canonical Megatron name (global layer and expert) -> the blocks of this rank's shard, every parameter of it."""
     blocks = {}
     for param, composition, is_expert in _parameters(family, shape, place):
         rank, size = _cut(place, is_expert)

@@ -96,8 +96,9 @@ def test_views_of_one_buffer_that_is_reused_are_kept_apart(tmp_path, reference):
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize(
-    "before, written", [("float32", torch.bfloat16), ("bfloat16", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)]
-)  # fmt: skip
+    "before, written",
+    [("float32", torch.bfloat16), ("bfloat16", torch.float32), ("bfloat16", torch.bfloat16), (None, torch.bfloat16)],
+)
 def test_config_says_the_dtype_that_was_written(tmp_path, reference, key, before, written):
     config = {"architectures": ["X"], key: before, "name": "é", "vocab_size": 3}
     (reference / "config.json").write_text(json.dumps(config))
@@ -239,8 +240,9 @@ def test_an_index_that_names_a_tensor_no_shard_holds(tmp_path, reference):
 
 
 @pytest.mark.parametrize(
-    "content, message", [(None, "has no config.json"), (b"{", "is not JSON"), (b"[1]", "is not a JSON object"), (b"\xff", "JSON")]
-)  # fmt: skip
+    "content, message",
+    [(None, "has no config.json"), (b"{", "is not JSON"), (b"[1]", "is not a JSON object"), (b"\xff", "is not JSON")],
+)
 def test_a_broken_config_is_refused(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)

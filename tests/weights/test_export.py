@@ -1,0 +1,49 @@
+"""Weights through a real Megatron model on several ranks and out again, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+from export_runs import bits, load_and_export
+from safetensors.torch import load_file
+
+from gspo_megatron.weights.families import FAMILIES
+from gspo_megatron.weights.hf_files import read_hf_config
+from gspo_megatron.weights.plan import hf_shapes
+from gspo_megatron.weights.rules import ModelShape
+from make_tiny_model import make_tiny_model
+from tests.ranks import run_ranks
+
+LAYOUTS = [
+    (2, {"expert": 2}),
+    (2, {"pipeline": 2}),
+    (4, {"tensor": 2, "pipeline": 2}),
+    (4, {"tensor": 2, "expert": 2}),
+    (4, {"tensor": 4, "sequence_parallel": False}),
+]
+"""Ranks and layout; the last has more tensor ranks than the model has KV heads."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> list:
+    """Untied and tied Qwen3-MoE with a vocabulary that needs padding, 4 layers for the stages."""
+    root, settings = tmp_path_factory.mktemp("models"), {"vocab_size": 513, "num_hidden_layers": 4, "num_experts": 4}
+    return [
+        make_tiny_model("qwen3_moe", root / str(tied), 3, settings | {"tie_word_embeddings": tied})
+        for tied in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("world, layout", LAYOUTS, ids=str)
+def test_export_is_what_was_loaded_bit_for_bit(checkpoints, world, layout):
+    results = run_ranks(load_and_export, world, layout, [str(path) for path in checkpoints])
+    cases = [(path, dtype) for path in checkpoints for dtype in (torch.float32, torch.bfloat16)]
+    for (path, dtype), exported in zip(cases, results[0], strict=True):
+        expected = {name: bits(-tensor.to(dtype)) for name, tensor in load_file(path / "model.safetensors").items()}
+        names = [name for name, _ in exported]
+        assert len(names) == len(set(names)) and set(names) == set(expected)
+        shape = ModelShape.from_hf(read_hf_config(path))
+        assert names == list(hf_shapes(FAMILIES["Qwen3MoeForCausalLM"], shape))
+        for name, found in exported:
+            assert found.dtype == expected[name].dtype
+            np.testing.assert_array_equal(found, expected[name], err_msg=f"{name} {dtype}")
+    assert results[1:] == [[[]] * 4] * (world - 1), "only rank 0 gets tensors"
