@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the dataclasses of gspo_megatron/config.py and the texts under their fields.
+"""Writes docs/configuration.md from the dataclasses of config.py and algorithm_config.py, and the texts under their fields.
 
 python docs/make_configuration.py            # writes it
 python docs/make_configuration.py --check    # exit 1 where it is out of date
@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from gspo_megatron import algorithm_config  # noqa: E402
 from gspo_megatron import config as schema  # noqa: E402
 from gspo_megatron.checks import GUARDS, NOT_BUILT, RANGES  # noqa: E402
 
@@ -20,7 +21,7 @@ TARGET = ROOT / "docs" / "configuration.md"
 
 HEAD = """# Configuration
 
-Written by `docs/make_configuration.py` from `gspo_megatron/config.py`; do not edit it here.
+Written by `docs/make_configuration.py` from `gspo_megatron/config.py` and `algorithm_config.py`; do not edit it here.
 
 A run is one YAML file with the sections below, all optional but for the keys marked required. Every key can be
 overridden on the command line by its path, with the value in YAML; a mapping is merged into what the file has:
@@ -35,9 +36,9 @@ key, a wrong type, a key given twice, and a choice that does not exist are fault
 
 def read_texts() -> dict[str, tuple[str, dict[str, tuple[str, str]]]]:
     """Class -> (its docstring, own field -> (type as written, text below the field))."""
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    files = [Path(module.__file__).read_text(encoding="utf-8") for module in (algorithm_config, schema)]
     classes = {}
-    for node in tree.body:
+    for node in [node for text in files for node in ast.parse(text).body]:
         if not isinstance(node, ast.ClassDef):
             continue
         fields = {}

@@ -3,7 +3,6 @@
 A rule looks at one thing and gives its faults, one line each: key, value, what is allowed, what to do. No torch here.
 """
 
-import dataclasses
 import importlib.util
 import json
 import re
@@ -12,20 +11,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_megatron.config import SEQUENCE_LOSSES, Config
+from gspo_megatron.config import Config
+from gspo_megatron.guards import GUARDS, algorithm_faults
 from gspo_megatron.layout import layout_of, world_step
 from gspo_megatron.model_files import ModelInfo, read_model, tokenizer_faults, weight_faults
+from gspo_megatron.plugins import MODULE_FUNCTION
 
-WIDEST_SEQUENCE_CLIP = 0.05
-
-GUARDS = {"wide_clip": f"a clip range above {WIDEST_SEQUENCE_CLIP} for a loss with sequence ratios"}
-"""Names for `loss.i_know_what_i_do` -> what the guard refuses."""
+__all__ = ["GUARDS", "NOT_BUILT", "RANGES", "check_config"]
 
 NOT_BUILT = ("parallel.context", "parallel.virtual_pipeline", "parallel.expert_tensor")
 """Axes that the configuration knows and the backend does not build yet: only 1 is accepted."""
 
 _RESERVED_SERVER_ARGS = ("model", "model-path", "host", "port", "tp", "tp-size", "tensor-parallel-size", "device")
-_MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def at_least(low: float) -> tuple[str, Callable[[Any], bool]]:
@@ -48,6 +45,13 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "run.seed": within(0, 2**31 - 1),
     "advantage.eps": at_least(0),
     "advantage.equal_tolerance": at_least(0),
+    "correction.token_cap": above(0),
+    "correction.sequence_cap": above(0),
+    "correction.off_policy_delta": at_least(0),
+    "regularizer.kl": at_least(0),
+    "regularizer.entropy": at_least(0),
+    "sampling.oversample": at_least(1),
+    "sampling.max_rounds": at_least(1),
     "train.steps": at_least(1),
     "train.updates_per_rollout": at_least(1),
     "train.timeout_s": above(0),
@@ -66,6 +70,8 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     ),
     "rollout.max_response_tokens": at_least(1),
     "rollout.temperature": ("above 0: the trainer divides its logits by it", lambda value: value > 0),
+    "rollout.top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "rollout.top_k": at_least(0),
     "rollout.concurrency": at_least(1),
     "rollout.request_timeout_s": above(0),
     "rollout.retries": at_least(0),
@@ -79,6 +85,12 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "data.max_prompt_tokens": at_least(1),
     "reward.timeout_s": above(0),
     "reward.workers": at_least(1),
+    "reward.soft_overlong.cache_tokens": at_least(1),
+    "reward.soft_overlong.factor": at_least(0),
+    "reward.length.coefficient": at_least(0),
+    "reward.repetition.coefficient": at_least(0),
+    "reward.repetition.ngram": at_least(1),
+    "reward.verbosity.coefficient": at_least(0),
 }
 """Key -> the values allowed, in words and as a test."""
 
@@ -88,7 +100,8 @@ def check_config(config: Config, world_size: int | None = None) -> list[str]:
 
     Without a world size the rules about it are left out.
     """
-    faults = [*_ranges(config), *_not_built(config), *_run(config), *_loss(config), *_sources(config)]
+    faults = [*_ranges(config), *_not_built(config), *_run(config), *_sources(config)]
+    faults += algorithm_faults(config)
     faults += [*_data(config), *_reward(config), *_batches(config), *_timeouts(config), *_metrics(config)]
     model = None
     if not config.model.hf:
@@ -142,28 +155,6 @@ def _run(config: Config) -> Iterable[str]:
             f"run.dir: {run.dir!r} holds metrics.jsonl of an earlier run; choose another directory, "
             "or set run.overwrite=true to replace that run"
         )
-
-
-def _loss(config: Config) -> Iterable[str]:
-    loss = config.loss
-    for name in loss.i_know_what_i_do:
-        if name not in GUARDS:
-            yield f"loss.i_know_what_i_do: {name!r} is no guard; allowed: {', '.join(GUARDS)}"
-    for field in dataclasses.fields(loss):
-        if field.name not in ("clip_low", "clip_high"):
-            continue
-        path, value = f"loss.{field.name}", getattr(loss, field.name)
-        if value <= 0:
-            yield f"{path}: {value} is out of range, must be above 0 (the ratio is 1 at the first update)"
-        elif field.name == "clip_low" and value >= 1:
-            yield f"{path}: {value} is out of range, must be below 1 (a ratio is never below 0)"
-        elif value > WIDEST_SEQUENCE_CLIP and loss.name in SEQUENCE_LOSSES:
-            if "wide_clip" not in loss.i_know_what_i_do:
-                yield (
-                    f"{path}: {value} is refused for {loss.name}, must be at most {WIDEST_SEQUENCE_CLIP}: the ratio of "
-                    "a sequence is a mean over its tokens and stays within about 1e-3 of 1, so that this range never "
-                    "clips (the paper: 3e-4 and 4e-4); lower it, or set loss.i_know_what_i_do=[wide_clip]"
-                )
 
 
 def _sources(config: Config) -> Iterable[str]:
@@ -244,7 +235,7 @@ def _reward(config: Config) -> Iterable[str]:
     if not name:
         if not config.rollout.replay:
             yield "reward.name: required unless rollout.replay is given; name a reward, or package.module:function"
-    elif not name.isidentifier() and not _MODULE_FUNCTION.fullmatch(name):
+    elif not name.isidentifier() and not MODULE_FUNCTION.fullmatch(name):
         yield f"reward.name: {name!r} must be a registered name or have the form package.module:function"
 
 

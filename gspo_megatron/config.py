@@ -8,6 +8,27 @@ meaning and its unit. `config_loader.py` fills these classes and `checks.py` jud
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gspo_megatron.algorithm_config import (
+    LOSS_CONFIGS,
+    AdvantageConfig,
+    CorrectionConfig,
+    GRPOConfig,
+    GSPOConfig,
+    GSPOTokenConfig,
+    LengthRewardConfig,
+    LossConfig,
+    RegularizerConfig,
+    RepetitionConfig,
+    SamplingConfig,
+    SoftOverlongConfig,
+    VerbosityConfig,
+)
+
+__all__ = [
+    "LOSS_CONFIGS", "AdvantageConfig", "Config", "ConfigError", "CorrectionConfig", "GRPOConfig", "GSPOConfig",
+    "GSPOTokenConfig", "LossConfig", "RegularizerConfig", "SamplingConfig",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -40,64 +61,6 @@ class ParallelConfig:
     """Tensor-parallel size inside an expert."""
     sequence_parallel: bool = True
     """Split activations between the tensor-parallel regions; has an effect only where `tensor` > 1."""
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """What all losses share. `loss.name` chooses the subclass whose fields are allowed beside these."""
-
-    name: str = "gspo"
-    old_log_probs: Literal["recompute", "rollout"] = "recompute"
-    """Where pi_old comes from: a pass of the trainer before the first update, or the servers' own log-probs."""
-    i_know_what_i_do: tuple[str, ...] = ()
-    """Names of guards to switch off, as printed by their messages."""
-
-
-@dataclass(frozen=True)
-class GSPOConfig(LossConfig):
-    """Group Sequence Policy Optimization, arXiv 2507.18071 Eq. 5-7."""
-
-    name: str = "gspo"
-    clip_low: float = 3e-4
-    """The sequence ratio is clipped below 1 - clip_low where the advantage is negative."""
-    clip_high: float = 4e-4
-    """The sequence ratio is clipped above 1 + clip_high where the advantage is positive."""
-    aggregation: Literal["seq-mean-token-mean"] = "seq-mean-token-mean"
-    """The mean over sequences is the only one that is GSPO; the field is there to refuse another."""
-
-
-@dataclass(frozen=True)
-class GSPOTokenConfig(GSPOConfig):
-    """GSPO-token, arXiv 2507.18071 Eq. 13-17: the same ratio, token-wise gradient and advantages."""
-
-    name: str = "gspo_token"
-
-
-@dataclass(frozen=True)
-class GRPOConfig(LossConfig):
-    """GRPO as in arXiv 2507.18071 Eq. 2-3, without the KL term."""
-
-    name: str = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.27
-    aggregation: Literal["seq-mean-token-mean", "token-mean"] = "seq-mean-token-mean"
-
-
-LOSS_CONFIGS: dict[str, type[LossConfig]] = {"gspo": GSPOConfig, "gspo_token": GSPOTokenConfig, "grpo": GRPOConfig}
-"""Loss name -> its configuration class. `algorithm/losses.py` adds the function."""
-
-SEQUENCE_LOSSES = frozenset({"gspo", "gspo_token"})
-"""Losses whose ratio is of whole sequences: a clip range as wide as a token loss's never clips them."""
-
-
-@dataclass(frozen=True)
-class AdvantageConfig:
-    std: Literal["group", "none"] = "group"
-    """Divide the centred rewards by the group's standard deviation, or leave them (Dr.GRPO)."""
-    eps: float = 1e-6
-    """Added to the standard deviation."""
-    equal_tolerance: float = 1e-8
-    """A group whose rewards differ by no more than this has advantage 0 and counts as a zero-std group."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +123,11 @@ class RolloutConfig:
     max_response_tokens: int = 1024
     temperature: float = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = 1.0
+    """Nucleus sampling of the servers. Below 1 their log-probs are not those of the distribution they sample from, and
+    the trainer does not model it: refused."""
+    top_k: int = 0
+    """Top-k sampling of the servers, 0 is off; refused as top_p."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response; empty takes eos_token_id of generation_config.json, else of config.json."""
     concurrency: int = 256
@@ -215,6 +183,11 @@ class RewardConfig:
     """Bound on scoring one response, in seconds; the scoring process is killed past it and the reward is 0."""
     workers: int = 1
     """Scoring processes on rank 0."""
+    soft_overlong: SoftOverlongConfig | None = None
+    """Terms that are added to the reward and logged one by one as `reward/<term>`; each is off without its section."""
+    length: LengthRewardConfig | None = None
+    repetition: RepetitionConfig | None = None
+    verbosity: VerbosityConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -251,6 +224,9 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     loss: LossConfig = field(default_factory=GSPOConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    regularizer: RegularizerConfig = field(default_factory=RegularizerConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

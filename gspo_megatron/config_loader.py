@@ -1,5 +1,6 @@
 """Strict YAML and dotted overrides -> `Config`. An unknown key, a wrong type or a wrong choice is an error, and all of
-them are reported at once. Imports no torch: Megatron's fields are read from its source (`passthrough.py`).
+them are reported at once. Imports no torch, but where a loss of the user's own does: Megatron's fields are read from its
+source (`passthrough.py`).
 
     load_config("run.yaml", ["train.steps=2", "rollout.launch.port=0", "parallel={tensor: 2}"])
 """
@@ -16,12 +17,7 @@ from gspo_megatron import config as schema
 from gspo_megatron import yaml_strict
 from gspo_megatron.config import LOSS_CONFIGS, Config, ConfigError, LossConfig
 from gspo_megatron.passthrough import passthrough_faults
-
-_REASONS = {
-    ("GSPOConfig", "aggregation"): "the mean over sequences is what makes the loss GSPO: token-mean would weigh a "
-    "sequence by its length; grpo has the choice",
-}
-"""(class, field) -> why a choice is as narrow as it is."""
+from gspo_megatron.plugins import load_loss
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -126,21 +122,22 @@ class _Builder:
             try:
                 known[key] = self._value(hints[key], value, place, cls)
             except _Wrong as wrong:
-                reason = _reason(cls, key)
-                self.faults.append(f"{place}: {value!r} {wrong} ({cls.__name__}.{key}){reason}")
+                self.faults.append(f"{place}: {value!r} {wrong} ({cls.__name__}.{key})")
         return cls(**known)
 
     def _loss_class(self, values: dict[str, Any], path: str) -> tuple[type[LossConfig], dict[str, Any]]:
         name = values.get("name", Config().loss.name)
         if isinstance(name, str) and name in LOSS_CONFIGS:
             return LOSS_CONFIGS[name], values
-        allowed = f"allowed: {', '.join(LOSS_CONFIGS)}"
         if isinstance(name, str) and ":" in name:
-            remedy = "a function of your own (package.module:function) is not supported here"
-            remedy += "; add the loss to algorithm/losses.py and its class to LOSS_CONFIGS in config.py"
+            try:
+                return load_loss(name)[0], values
+            except ConfigError as error:
+                self.faults += error.faults
         else:
+            allowed = f"allowed: {', '.join(LOSS_CONFIGS)} or package.module:function"
             remedy = "is not a loss" + _did_you_mean(str(name), LOSS_CONFIGS)
-        self.faults.append(f"{path}.name: {name!r} {remedy}; {allowed} (LossConfig.name)")
+            self.faults.append(f"{path}.name: {name!r} {remedy}; {allowed} (LossConfig.name)")
         # Without a class there is nothing to hold the other keys against: only those that all losses share remain.
         shared = {field.name for field in dataclasses.fields(LossConfig)} - {"name"}
         return type(Config().loss), {key: value for key, value in values.items() if key in shared}
@@ -219,13 +216,6 @@ def _kind(value: Any) -> str:
         dict: "a section",
     }
     return "nothing" if value is None else names.get(type(value), type(value).__name__)
-
-
-def _reason(cls: type, key: str) -> str:
-    for ancestor in cls.__mro__:
-        if (ancestor.__name__, key) in _REASONS:
-            return f"; {_REASONS[ancestor.__name__, key]}"
-    return ""
 
 
 def _did_you_mean(name: str, names: Any) -> str:

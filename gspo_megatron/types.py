@@ -85,8 +85,21 @@ class SequenceBatch:
     """[T, K] -> [N, K], K such sums in one collective; made from `sequence_sum`, one call a column, when not given."""
     counts_sequences: bool = True
     """False on all context-parallel ranks but one: each of them sees all N sequences, and only one may count them."""
+    token_chunk: Tensor | None = None
+    """[T] int64, which piece of its sequence a token is in, where sequences are cut over context-parallel ranks: pieces
+    are numbered from 0 along the sequence, and a piece lies in order on one rank. None for whole sequences."""
+    num_chunks: int = 1
+    """Pieces a sequence is cut into; the same on all ranks."""
+    has_token_advantages: bool | None = None
+    """Whether `advantages` is [T]; told from its size when not given."""
+    reference_log_probs: Tensor | None = None
+    """[T] log-probs of the reference policy, where there is one."""
+    entropies: Tensor | None = None
+    """[T] entropy of pi_theta at each position, nats, with its gradient; None unless asked for."""
 
     def __post_init__(self):
+        if self.has_token_advantages is None:
+            self.has_token_advantages = self.advantages.numel() != self.num_sequences
         if self.token_sequence is None:
             lengths = self.cu_seqlens.diff().to(torch.long)
             self.token_sequence = torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths.device), lengths)
@@ -98,6 +111,27 @@ class SequenceBatch:
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    def sequence_prefix_sums(self, values: Tensor) -> Tensor:
+        """[T, K] -> [T, K]: each token's own value and those before it in its sequence, across context-parallel ranks.
+
+        One call of `sequence_sums`. Raises ValueError where sequences are cut over ranks and `token_chunk` is not given.
+        """
+        num_tokens, width = values.shape
+        chunk = self.token_sequence.new_zeros(num_tokens) if self.token_chunk is None else self.token_chunk
+        by_chunk = values.new_zeros(num_tokens, self.num_chunks, width + 1)
+        by_chunk[torch.arange(num_tokens, device=chunk.device), chunk] = torch.cat([values, values.new_ones(num_tokens, 1)], 1)
+        totals = self.sequence_sums(by_chunk.flatten(1)).view(-1, self.num_chunks, width + 1)
+        if self.token_chunk is None and not torch.equal(totals[:, 0, -1].long(), self.cu_seqlens.diff().long()):
+            raise ValueError("sequences are cut over ranks, and nothing says in which order: give token_chunk")
+        before = (totals.cumsum(1) - totals)[self.token_sequence, chunk, :width]
+        # inclusive sums inside each piece: those over all tokens, minus what stands before the piece's first token
+        piece = self.token_sequence * self.num_chunks + chunk
+        starts = torch.ones_like(piece, dtype=torch.bool)
+        starts[1:] = piece[1:] != piece[:-1]
+        sums = values.cumsum(0)
+        ahead = (sums - values)[starts][starts.cumsum(0) - 1]
+        return before + sums - ahead
 
     def _local_sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.num_sequences).index_add(0, self.token_sequence, values)
@@ -138,4 +172,5 @@ def from_lists(
         mask=flat(mask),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
         groups=torch.tensor(groups),
+        has_token_advantages=per_token,
     )

@@ -12,9 +12,10 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 ROOMS = {
-    "config": set(),
+    "algorithm_config": set(),
+    "config": {"algorithm_config"},
     "types": set(),
-    "algorithm": {"config", "types"},
+    "algorithm": {"algorithm_config", "config", "types"},
     "backend": {"config", "types", "algorithm", "weights"},
     "weights": {"config"},
     "rollout": {"config", "types"},
@@ -26,7 +27,10 @@ ROOMS = {
 """Room -> other rooms that it may import. What stands in no row (the trainer and its helpers) may import all rooms."""
 OUTSIDE = {"megatron": {"backend"}, "sglang": {"rollout"}}
 """Library -> rooms that may import it."""
-WITHOUT_TORCH = {"config", "config_loader", "yaml_strict", "checks", "layout", "passthrough", "rewards", "report"}
+WITHOUT_TORCH = {
+    "algorithm_config", "checks", "config", "config_loader", "guards", "layout", "passthrough", "plugins", "report",
+    "rewards", "yaml_strict",
+}  # fmt: skip
 """What must be importable at once: no torch outside functions."""
 
 

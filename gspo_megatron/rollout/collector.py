@@ -53,8 +53,8 @@ class Collector:
             "max_new_tokens": config.max_response_tokens,
             "stop_token_ids": list(stop_token_ids),
             # the trainer models the temperature and nothing else; a server's own defaults must not come in
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": config.top_p,
+            "top_k": config.top_k or -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "frequency_penalty": 0.0,

@@ -1,10 +1,11 @@
 """Each rule of the preflight: what it refuses, and that the message names key, value and remedy."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from gspo_megatron.checks import NOT_BUILT, RANGES, _value, check_config
+from gspo_megatron.checks import GUARDS, NOT_BUILT, RANGES, _value, check_config
 from gspo_megatron.config import Config
 from gspo_megatron.config_loader import load_config
 from tests.config.fakes import QWEN3_8B, TINY, write_checkpoint, write_config
@@ -81,6 +82,33 @@ def test_required_keys_are_all_named_at_once():
         (["loss.clip_high=0.2"], ["loss.clip_high: 0.2", "at most 0.05", "i_know_what_i_do=[wide_clip]"]),
         (["loss.name=gspo_token", "loss.clip_low=0.2"], ["loss.clip_low: 0.2", "gspo_token", "wide_clip"]),
         (["loss.i_know_what_i_do=[wideclip]"], ["'wideclip'", "allowed: wide_clip"]),
+        (["loss.name=luspo", "loss.clip_high=0.2"], ["loss.clip_high: 0.2", "luspo", "wide_clip"]),
+        (["loss.aggregation=token-mean"], ["loss.aggregation: token-mean", "makes the loss GSPO", "[token_mean]"]),
+        (["loss.name=gspo_token", "loss.aggregation=token-mean"], ["gspo_token", "loss.name=grpo", "[token_mean]"]),
+        (["loss.log_ratio=sum"], ["loss.log_ratio: sum", "spreads with its length", "use mean", "[summed_ratio]"]),
+        (["rollout.top_p=0.9"], ["rollout.top_p: 0.9", "does not model", "use 1.0", "[engine_filter]"]),
+        (["rollout.top_k=50"], ["rollout.top_k: 50", "does not model", "use 0", "[engine_filter]"]),
+        (["regularizer={kl: 0.01, kl_estimator: k1}"], ["regularizer.kl_estimator: k1", "use k2 or k3", "[k1_in_loss]"]),
+        (
+            ["loss.name=minirl", "correction.token=truncate"],
+            ["correction.token: truncate", "corrected twice", "use none", "[double_correction]"],
+        ),
+        (
+            ["loss={name: vespo, rollout_correction: true}", "correction.sequence=mask"],
+            ["correction.sequence: mask", "vespo", "[double_correction]"],
+        ),
+        (
+            ["loss.old_log_probs=rollout", "correction.token=mask"],
+            ["correction.token: mask", "does nothing", "loss.old_log_probs=recompute", "[idle_correction]"],
+        ),
+        (["loss={name: sapo, tau_neg: 0}"], ["loss.tau_neg: 0.0", "above 0"]),
+        (["loss={name: pspo, alpha: 1}"], ["loss.alpha: 1.0", "below 1"]),
+        (["loss={name: cispo, is_low: 6}"], ["loss.is_low: 6.0", "above loss.is_high (5.0)", "lower it"]),
+        (["correction.sequence_low=2"], ["correction.sequence_low: 2.0", "below correction.sequence_high (1.002)"]),
+        (["loss.name=real"], ["train.tokens_per_micro_batch: 4096", "loss.name=real", "24576", "raise it"]),
+        (["reward.soft_overlong={cache_tokens: 2000}"], ["cache_tokens: 2000", "(1024)", "lower it"]),
+        (["advantage.per_token='json:dumps'"], ["advantage.per_token:", "loss.name=gspo", "gspo_token"]),
+        (["loss.name=gspo_token", "advantage.per_token='json:x'"], ["advantage.per_token:", "no function 'x'"]),
         (["parallel.context=2"], ["parallel.context: 2", "set it to 1"]),
         (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline: 2", "set it to 1"]),
         (["parallel.expert_tensor=2"], ["parallel.expert_tensor: 2", "set it to 1"]),
@@ -93,8 +121,19 @@ def test_a_rule_refuses_with_key_value_and_remedy(faults_of, overrides, parts):
 def test_guards_and_choices_that_are_fine(faults_of):
     assert faults_of("loss.clip_high=0.2", "loss.i_know_what_i_do=[wide_clip]") == []
     assert faults_of("loss.name=grpo", "loss.clip_high=0.2") == []
+    names = "[token_mean,summed_ratio,engine_filter,k1_in_loss,double_correction,idle_correction]"
+    assert faults_of(
+        "loss={old_log_probs: rollout, aggregation: token-mean, log_ratio: sum}", "correction.token=mask",
+        "rollout={top_p: 0.9, top_k: 5}", "regularizer={kl: 1.0, kl_estimator: k1}", f"loss.i_know_what_i_do={names}",
+    ) == []  # fmt: skip
+    assert faults_of("loss.name=minirl", "correction.token=mask", f"loss.i_know_what_i_do={names}") == []
     assert faults_of("data.train=reasoning_gym:basic_arithmetic", "reward.name=my.rewards:score") == []
     assert faults_of("parallel.tensor=4") == []  # more ranks than key-value heads
+
+
+def test_every_guard_has_a_test():
+    tested = Path(__file__).read_text()
+    assert [name for name in GUARDS if f"[{name}]" not in tested] == []
 
 
 @pytest.mark.parametrize("path", sorted(RANGES))
