@@ -18,14 +18,16 @@ CHUNK_TOKENS = 512
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float, padding: int) -> Tensor:
-    """fp32 [chunk, W] logits, already divided by the temperature; the last `padding` rows of the vocabulary at -inf."""
+    """fp32 [chunk, W] logits, already divided by the temperature; the last `padding` rows of the vocabulary
+    so low that their probability is 0."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(hidden.float(), weight.float().t())
     logits.mul_(scale)
     if padding:
-        logits[:, -padding:] = float("-inf")
+        # not -inf: on a rank that holds nothing but padding the maximum would be -inf too, and their difference NaN
+        logits[:, -padding:] = torch.finfo(torch.float32).min
     return logits
 
 

@@ -1,1 +1,1 @@
-"""Names and shapes of weights on both sides, and what moves them: HF files, Megatron shards, buckets for the engines."""
+"""Names and shapes of weights on both sides, and what moves them: HF files, Megatron shards, buckets for engines."""

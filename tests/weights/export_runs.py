@@ -8,8 +8,8 @@ from gspo_megatron.config import Config, ModelConfig, ParallelConfig, TrainConfi
 
 
 def load_and_export(layout: dict, directories: list[str]) -> list:
-    """For every directory and dtype (fp32, bf16), after the sign of all parameters is turned: [(name, bits of the tensor)]
-    in the order of arrival on rank 0, an empty list on others."""
+    """For every directory and dtype (fp32, bf16), after the sign of all parameters is turned: [(name, bits of the
+    tensor)] in the order of arrival on rank 0, an empty list on others."""
     mesh = Mesh.create(ParallelConfig(**layout), seed=1, timeout_s=60)
     results = []
     for directory in directories:
