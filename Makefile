@@ -14,7 +14,7 @@ REQUIREMENTS := $(wildcard requirements/*.txt) setup.py
 PYTHON ?=
 PIP_FLAGS ?=
 ARGS ?=
-PIP = $(BIN)/python -m pip --disable-pip-version-check install $(PIP_FLAGS)
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS)
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart/quickstart.py $(ARGS)
@@ -27,6 +27,7 @@ install: $(STAMP)
 # The stamp is written last: an interrupted install goes on where pip left off.
 $(STAMP): $(REQUIREMENTS)
 	@bash requirements/make_venv.sh "$(VENV)" "$(PYTHON)"
+	@echo "installing into $(VENV): about 3 GB, from two minutes up"
 	$(PIP) -r requirements/cpu.txt -r requirements/sglang-cpu.txt
 	$(PIP) --no-deps -r requirements/sglang-cpu-nodeps.txt
 	$(PIP) --no-deps -e .
