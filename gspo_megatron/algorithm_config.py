@@ -283,8 +283,8 @@ class CorrectionConfig:
     token_low: float = 0.5
     token_high: float = 5.0
     sequence: Literal["none", "truncate", "mask"] = "none"
-    """By the geometric mean of pi_old / mu over a sequence: `truncate` weighs the sequence by it, at most sequence_cap;
-    `mask` drops the sequence outside [sequence_low, sequence_high]. A dropped sequence still counts."""
+    """Weigh each sequence by the geometric mean of pi_old / mu over its tokens: `truncate` bounds the weight by
+    sequence_cap; `mask` drops the sequence outside [sequence_low, sequence_high]. What is dropped still counts."""
     sequence_cap: float = 2.0
     sequence_low: float = 0.999
     sequence_high: float = 1.002

@@ -1,9 +1,10 @@
 """Group-relative advantages: A_i = (r_i - mean of the group) / (std of the group + eps), arXiv 2507.18071 Eq. 6.
 
-Shape legend: M samples of a rollout, G samples per prompt (groups may differ in size).
+Shape legend: M samples of a rollout, G samples per prompt (groups may differ in size), R response tokens of a sample.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ def group_advantages(
     """Advantages of M samples with `rewards` [M] and group ids `groups` [M], in any order.
 
     Computed in float64 with the sample standard deviation (ddof 1), so that the result does not depend on the order of
-    groups. Raises ValueError for a reward that is not finite, a group of one sample, or lists of unequal length.
+    groups. The baseline is the group's mean, or with `leave_one_out` that of the group's other samples. Raises ValueError for a reward that is not finite, a group of one sample, or lists of unequal length.
     """
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
     groups = torch.as_tensor(groups, dtype=torch.long)
@@ -50,8 +51,49 @@ def group_advantages(
         if is_zero_std(values, config.equal_tolerance):
             num_zero_std_groups += 1
         else:
-            advantages[members] = center(values, ddof=1, eps=config.eps, divide=config.std == "group")
+            centered = center(values, ddof=1, eps=config.eps, divide=config.std == "group")
+            if config.baseline == "leave_one_out":
+                # r_i - mean of the others = G / (G - 1) * (r_i - mean of all), arXiv 2402.14740
+                centered = centered * (values.numel() / (values.numel() - 1))
+            advantages[members] = centered
     return GroupAdvantages(advantages.float(), len(group_ids), num_zero_std_groups)
+
+
+TokenFunction = Callable[[list[float], list[float], list[list[int]]], Sequence[Sequence[float]]]
+"""(advantages [G], rewards [G], response token ids [G][R]) of one group -> advantages [G][R]."""
+
+
+def token_advantages(
+    function: TokenFunction, advantages: GroupAdvantages, rewards: Sequence[float], groups: Sequence[int],
+    responses: Sequence[Sequence[int]],
+) -> list[list[float]]:  # fmt: skip
+    """One advantage a response token of each of the M samples, by `advantage.per_token`, group by group.
+
+    The function runs on every rank and must give the same numbers on each. Raises ValueError naming the sample where it
+    gives another number of values than the response has tokens, or one that is not finite.
+    """
+    members: dict[int, list[int]] = {}
+    for sample, group in enumerate(groups):
+        members.setdefault(int(group), []).append(sample)
+    result: list[list[float]] = [[] for _ in responses]
+    for samples in members.values():
+        given = function(
+            [float(advantages.advantages[s]) for s in samples],
+            [float(rewards[s]) for s in samples],
+            [[int(token) for token in responses[s]] for s in samples],
+        )
+        if len(given) != len(samples):
+            raise ValueError(f"advantage.per_token gave {len(given)} lists for a group of {len(samples)} samples")
+        for sample, values in zip(samples, given, strict=True):
+            values = [float(value) for value in values]
+            if len(values) != len(responses[sample]):
+                raise ValueError(
+                    f"advantage.per_token gave {len(values)} values for the {len(responses[sample])} tokens of sample {sample}"
+                )
+            if not all(map(math.isfinite, values)):
+                raise ValueError(f"advantage.per_token gave a value that is not finite for sample {sample}: {values}")
+            result[sample] = values
+    return result
 
 
 def is_zero_std(rewards: Tensor, tolerance: float) -> bool:

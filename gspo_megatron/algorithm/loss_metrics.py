@@ -1,6 +1,7 @@
 """What every loss reports of its ratios, as sums that add up over micro-batches and ranks.
 
-Reduction rule by key: `*_min` by minimum, `*_max` by maximum, all others by sum.
+Reduction rule by key: `*_min` by minimum, `*_max` by maximum, all others by sum. A key with a `/` is reported under that
+name: divided by the key with `_count` behind it where there is one, as it is otherwise.
 """
 
 import math
@@ -82,9 +83,12 @@ def reduce_metrics(sums: Mapping[str, Tensor | float]) -> dict[str, float]:
     result = {
         name: values[numerator] / values[denominator]
         for name, (numerator, denominator) in MEANS.items()
-        if values[denominator] > 0
+        if values.get(denominator, 0) > 0
     }
-    num_sequences, num_tokens = values["num_trained_sequences"], values["num_trained_tokens"]
+    for key, value in values.items():
+        if "/" in key and not key.endswith("_count") and values.get(f"{key}_count") != 0 and math.isfinite(value):
+            result[key] = value / values.get(f"{key}_count", 1.0)
+    num_sequences, num_tokens = values.get("num_trained_sequences", 0), values.get("num_trained_tokens", 0)
     if num_sequences > 0:
         result["gspo/ratio_min"], result["gspo/ratio_max"] = values["ratio_min"], values["ratio_max"]
         mean = values["log_ratio_sum"] / num_sequences

@@ -88,8 +88,13 @@ def context_parallel_batches(sequences, num_ranks, chunk_of_token):
 
 
 def run_ranks(loss_name, config, batches):
+    return run_functions(lambda batch: LOSSES[loss_name][1](config, batch), batches)
+
+
+def run_functions(function, batches):
+    """(loss, [T] gradient of each rank, metrics) of `function(batch)` on all ranks at once."""
     with ThreadPoolExecutor(len(batches)) as pool:
-        outs = list(pool.map(lambda batch: LOSSES[loss_name][1](config, batch), batches))
+        outs = list(pool.map(function, batches))
     count = sum(out.count for out in outs)
     gradients = [torch.autograd.grad(o.loss_sum / count, b.log_probs)[0] for o, b in zip(outs, batches, strict=True)]
     metrics = {}

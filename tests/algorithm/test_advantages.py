@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gspo_megatron.algorithm.advantages import center, group_advantages, is_zero_std
+from gspo_megatron.algorithm.advantages import center, group_advantages, is_zero_std, token_advantages
 from gspo_megatron.config import AdvantageConfig
 
 ENTRIES = json.loads((Path(__file__).parents[1] / "data_files" / "gspo_vectors.json").read_text())["advantages"]
@@ -65,3 +65,39 @@ def test_a_reward_that_is_not_finite_names_its_sample(value):
 def test_unequal_lists_are_refused():
     with pytest.raises(ValueError, match="rewards"):
         group_advantages([1.0], [0, 0], AdvantageConfig())
+
+
+def test_leave_one_out_compares_with_the_others():
+    config = AdvantageConfig(baseline="leave_one_out", std="none")
+    rewards = [1.0, 0.0, 0.5, 2.0, 4.0]
+    result = group_advantages(rewards, [0, 0, 0, 1, 1], config)
+    expected = [1.0 - 0.25, 0.0 - 0.75, 0.5 - 0.5, 2.0 - 4.0, 4.0 - 2.0]
+    torch.testing.assert_close(result.advantages, torch.tensor(expected))
+    divided = group_advantages(rewards, [0, 0, 0, 1, 1], AdvantageConfig(baseline="leave_one_out")).advantages
+    torch.testing.assert_close(divided[:3], torch.tensor(expected[:3]) / (0.5 + 1e-6))
+
+
+def spread(advantages, rewards, responses):
+    """The advantage at the last token, half of it before, plus the reward so that it is seen to come through."""
+    return [
+        [advantage / 2 + reward] * (len(ids) - 1) + [advantage] * bool(ids)
+        for advantage, reward, ids in zip(advantages, rewards, responses, strict=True)
+    ]
+
+
+def test_token_advantages_come_group_by_group():
+    rewards, groups, responses = [1.0, 0.0, 0.0, 2.0], [4, 9, 4, 9], [[1, 2, 3], [4], [], [5, 6]]
+    group = group_advantages(rewards, groups, AdvantageConfig(std="none"))
+    result = token_advantages(spread, group, rewards, groups, responses)
+    assert result == [[1.25, 1.25, 0.5], [-1.0], [], [2.5, 1.0]]
+
+
+@pytest.mark.parametrize("function, message", [
+    (lambda a, r, ids: [[1.0]], "1 lists for a group of 2 samples"),
+    (lambda a, r, ids: [[1.0], [1.0]], "1 values for the 2 tokens of sample 1"),
+    (lambda a, r, ids: [[math.nan], [1.0, 2.0]], "not finite for sample 0"),
+])  # fmt: skip
+def test_token_advantages_that_do_not_fit_are_refused(function, message):
+    group = group_advantages([0.0, 1.0], [0, 0], AdvantageConfig())
+    with pytest.raises(ValueError, match=message):
+        token_advantages(function, group, [0.0, 1.0], [0, 0], [[1], [2, 3]])
