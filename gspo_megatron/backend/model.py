@@ -59,6 +59,7 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # 0.16.1 asks for it under variable lengths in dense models too
         # The loss comes as a sum with its count, so that the mean is over all sequences of the mini-batch, however cut.
         calculate_per_token_loss=True,
         # On gloo a batched exchange with one peer swaps what goes forward and what goes backward.
@@ -85,7 +86,6 @@ def _moe_settings(hf: dict[str, Any], shape: ModelShape, on_gpu: bool) -> dict[s
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=on_gpu and HAVE_TRANSFORMER_ENGINE,
         moe_permute_fusion=on_gpu and HAVE_TRANSFORMER_ENGINE,
     )
