@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.weights.families import FAMILIES
+from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -110,14 +111,16 @@ def tokenizer_faults(directory: Path) -> list[str]:
     return [f"model.hf: {str(directory)!r} has no tokenizer files; copy {wanted} into it"]
 
 
-def weight_faults(directory: Path) -> list[str]:
-    """Missing, truncated or unreadable safetensors files, and tensors that the index lists but no file holds."""
+def weight_faults(directory: Path, info: ModelInfo | None = None) -> list[str]:
+    """Missing, truncated or unreadable safetensors files, and tensors that the index lists but no file holds; with `info`
+    also tensors that are not the model's, by name and shape."""
     place = f"model.hf: {str(directory)!r}"
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         single = directory / "model.safetensors"
         if single.is_file():
-            return [f"{place}: {fault}" for fault in _file_fault(single)[1]]
+            header, found = _file_fault(single)
+            return [f"{place}: {fault}" for fault in found or _tensor_faults(header, info)]
         pickles = sorted(path.name for path in directory.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
         if pickles:
             return [f"{place} holds pickles ({pickles[0]}), which are refused; convert them to safetensors"]
@@ -140,7 +143,15 @@ def weight_faults(directory: Path) -> list[str]:
             faults.append(
                 f"{shard} does not hold {len(missing)} tensors of the index, first {missing[0]!r}; copy it again"
             )
+    faults = faults or _tensor_faults({name: held[file][name] for name, file in files.items()}, info)
     return [f"{place}: {fault}" for fault in faults]
+
+
+def _tensor_faults(header: dict[str, Any], info: ModelInfo | None) -> list[str]:
+    if info is None:
+        return []
+    shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    return tensor_faults(shapes, FAMILIES[info.architecture], info.shape)
 
 
 def _file_fault(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -1,6 +1,5 @@
 """Fills a rank's parameters from Hugging Face files, reading the bytes of its own shards only."""
 
-import re
 from collections.abc import Mapping
 
 import torch
@@ -9,33 +8,15 @@ from torch import Tensor
 from gspo_megatron.config import ConfigError
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import HFReader
-from gspo_megatron.weights.plan import hf_shapes
+from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import Block, ModelShape
 
 
 def check_files(reader: HFReader, family: Family, shape: ModelShape) -> None:
-    """Compare names and shapes in the files with the family's table; raises ConfigError that lists what differs."""
-    expected = hf_shapes(family, shape)
-    ignored = [re.compile(pattern) for pattern in family.ignored]
-    if shape.tied_embeddings:
-        ignored.append(re.compile(r"lm_head\.weight"))
-    missing = sorted(expected.keys() - reader.names)
-    unknown = sorted(n for n in reader.names - expected.keys() if not any(p.fullmatch(n) for p in ignored))
-    faults = []
-    if missing:
-        faults.append(f"model.hf: {reader.directory}: {len(missing)} tensors are missing: {_some(missing)}")
-    if unknown:
-        faults.append(
-            f"model.hf: {reader.directory}: {len(unknown)} tensors belong to no {family.architecture}: {_some(unknown)}"
-        )
-    for name in sorted(expected.keys() & reader.names):
-        if reader.shape(name) != expected[name]:
-            faults.append(
-                f"model.hf: {name} is {list(reader.shape(name))} in the files, "
-                f"but config.json says {list(expected[name])}"
-            )
+    """Raises ConfigError where names or shapes in the files are not those of the family's table."""
+    faults = tensor_faults({name: reader.shape(name) for name in reader.names}, family, shape)
     if faults:
-        raise ConfigError(faults[:20])
+        raise ConfigError([f"model.hf: {str(reader.directory)!r}: {fault}" for fault in faults])
 
 
 def load_parameters(params: Mapping[str, Tensor], blocks: Mapping[str, list[Block]], reader: HFReader) -> None:
@@ -62,7 +43,3 @@ def load_parameters(params: Mapping[str, Tensor], blocks: Mapping[str, list[Bloc
 
 def block_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -3,8 +3,9 @@
 Every rank computes the plan of all ranks by itself: no message is needed to agree on it.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -48,6 +49,34 @@ def hf_shapes(family: Family, shape: ModelShape) -> dict[str, tuple[int, ...]]:
             else:
                 shapes[hf] = (composition.other, length) if composition.axis == 1 else (length, composition.other)
     return shapes
+
+
+def tensor_faults(found: Mapping[str, tuple[int, ...]], family: Family, shape: ModelShape) -> list[str]:
+    """How a checkpoint's tensors (name -> shape) differ from what config.json and the family's table ask for, one line a
+    kind of fault."""
+    expected = hf_shapes(family, shape)
+    ignored = [re.compile(pattern) for pattern in family.ignored]
+    if shape.tied_embeddings:
+        ignored.append(re.compile(r"lm_head\.weight"))
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(n for n in found.keys() - expected.keys() if not any(p.fullmatch(n) for p in ignored))
+    wrong = [n for n in sorted(expected.keys() & found.keys()) if tuple(found[n]) != expected[n]]
+    faults = []
+    if missing:
+        faults.append(f"{len(missing)} tensors are missing: {_some(missing)}; copy the checkpoint again")
+    if unknown:
+        faults.append(f"{len(unknown)} tensors belong to no {family.architecture}: {_some(unknown)}")
+    if wrong:
+        name = wrong[0]
+        faults.append(
+            f"{len(wrong)} tensors have another shape than config.json says: {name} is {list(found[name])}, not "
+            f"{list(expected[name])}"
+        )
+    return faults
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def blocks_of(family: Family, shape: ModelShape, place: Place) -> dict[str, list[Block]]:

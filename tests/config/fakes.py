@@ -2,9 +2,14 @@
 
 import json
 import struct
+from math import prod
 from pathlib import Path
 
 import yaml
+
+from gspo_megatron.weights.families import FAMILIES
+from gspo_megatron.weights.plan import hf_shapes
+from gspo_megatron.weights.rules import ModelShape
 
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -56,11 +61,12 @@ TINY = QWEN3_30B_A3B | {
 }
 
 
-def write_shard(path: Path, tensors: dict[str, int]) -> None:
-    """A complete safetensors file of bf16 vectors of the given sizes in bytes; its content is a hole."""
+def write_shard(path: Path, tensors: dict[str, tuple[int, ...]]) -> None:
+    """A complete safetensors file of bf16 tensors of the given shapes; its content is a hole."""
     header, end = {}, 0
-    for name, size in tensors.items():
-        header[name] = {"dtype": "BF16", "shape": [size // 2], "data_offsets": [end, end + size]}
+    for name, shape in tensors.items():
+        size = 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     with path.open("wb") as file:
@@ -68,16 +74,18 @@ def write_shard(path: Path, tensors: dict[str, int]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def write_checkpoint(directory: Path, config: dict, num_shards: int = 2, shard_bytes: int = 1 << 20) -> Path:
-    """config.json, a tokenizer file, and `num_shards` shards of one tensor each with their index."""
+def write_checkpoint(directory: Path, config: dict, num_shards: int = 2) -> Path:
+    """config.json, a tokenizer file, and all tensors of the model in `num_shards` shards with their index."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "tokenizer.json").write_text("{}")
-    weight_map = {}
-    for number in range(1, num_shards + 1):
-        name = f"model-{number:05}-of-{num_shards:05}.safetensors"
-        write_shard(directory / name, {f"tensor.{number}": shard_bytes})
-        weight_map[f"tensor.{number}"] = name
+    shapes = hf_shapes(FAMILIES[config["architectures"][0]], ModelShape.from_hf(config))
+    names, weight_map = list(shapes), {}
+    for number in range(num_shards):
+        file = f"model-{number + 1:05}-of-{num_shards:05}.safetensors"
+        held = names[number::num_shards]
+        write_shard(directory / file, {name: shapes[name] for name in held})
+        weight_map |= dict.fromkeys(held, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return directory
 

@@ -206,7 +206,7 @@ def test_missing_truncated_and_unreadable_shards(model, faults_of):
 def test_the_index_lists_only_what_shards_hold(model, faults_of):
     index = model / "model.safetensors.index.json"
     values = json.loads(index.read_text())
-    values["weight_map"]["ghost"] = values["weight_map"]["tensor.1"]
+    values["weight_map"]["ghost"] = values["weight_map"]["lm_head.weight"]
     index.write_text(json.dumps(values))
     expect(faults_of(), "'ghost'", "1 tensors of the index")
     values["weight_map"] = {"a": "../a.safetensors"}
@@ -221,6 +221,10 @@ def test_a_checkpoint_without_an_index(model, faults_of):
     (model / "model.safetensors.index.json").unlink()
     second.unlink()
     first.rename(model / "model.safetensors")
+    expect(faults_of(), "tensors are missing", "copy the checkpoint again")
+    write_checkpoint(model, TINY, num_shards=1)
+    (model / "model.safetensors.index.json").unlink()
+    (model / "model-00001-of-00001.safetensors").rename(model / "model.safetensors")
     assert faults_of() == []
     (model / "model.safetensors").unlink()
     expect(faults_of(), "neither model.safetensors nor model.safetensors.index.json")

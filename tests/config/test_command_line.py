@@ -88,6 +88,7 @@ def test_a_config_error_of_the_trainer_is_printed_as_lines(config, tmp_path, mon
         raise ConfigError(["a: wrong", "b: wrong"])
 
     monkeypatch.setitem(sys.modules, "gspo_megatron.trainer", types.SimpleNamespace(train=refuse))
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a run without torchrun sets a rank's variables
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert command_line.main(["train", str(config)]) == 2
     assert capsys.readouterr().err.splitlines() == ["a: wrong", "b: wrong"]

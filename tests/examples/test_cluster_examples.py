@@ -194,7 +194,7 @@ def test_scripts_pass_shellcheck(script):
 )
 def test_example_configurations_pass_the_preflight_and_fit_80_gb(tmp_path, config, sizes, world, most_gib):
     # Sparse files stand for 61 GB of weights.
-    model = write_checkpoint(tmp_path / "model", sizes, num_shards=16, shard_bytes=4 * 10**9)
+    model = write_checkpoint(tmp_path / "model", sizes, num_shards=16)
     data = tmp_path / "train.jsonl"
     data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}) + "\n")
     overrides = [f"model.hf={model}", f"run.dir={tmp_path / 'run'}"]

@@ -109,7 +109,7 @@ def test_wrong_shapes_are_named_with_both_sizes(checkpoint):
     directory, tensors = checkpoint
     tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(64, 8)
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate.weight is \[64, 8\] in the files, but .* says \[8, 64\]"):
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.gate.weight is \[64, 8\], not \[8, 64\]"):
         check(directory)
 
 
