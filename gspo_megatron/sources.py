@@ -18,6 +18,7 @@ from gspo_megatron.rollout.launcher import launch_servers
 from gspo_megatron.rollout.records import load_rollout, save_rollout
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
 from gspo_megatron.rollout.weight_sync import SyncReport, WeightSync
+from gspo_megatron.sampling import collect_groups
 from gspo_megatron.types import Rollout
 from gspo_megatron.weights.hf_files import read_hf_config, read_json, torch_dtype
 
@@ -25,7 +26,10 @@ Report = Callable[[str], None]
 
 
 class ReplaySource:
-    """Saved rollouts, step by step; weights go nowhere."""
+    """Saved rollouts, step by step, as they were trained on; weights go nowhere."""
+
+    metrics: dict[str, float] = {}
+    """Nothing to log: reward terms and sampling rules did their work when the rollouts were saved."""
 
     def __init__(self, config: Config):
         self._directory = config.rollout.replay
@@ -47,6 +51,8 @@ class LiveSource:
 
     def __init__(self, config: Config, report: Report):
         self._config, self._report = config, report
+        self.metrics: dict[str, float] = {}
+        """What to log of the last `collect`: parts of the reward, rounds of dynamic sampling."""
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as started:
             tokenizer = load_tokenizer(config.model.hf)
@@ -87,7 +93,9 @@ class LiveSource:
         if self._processes is not None:
             self._processes.check()
         timeouts = self._scorer.num_timeouts + self._scorer.num_crashes
-        rollout = self._collector.collect(self.prompts.next(self._config.rollout.prompts_per_step), step)
+        rollout, self.metrics = collect_groups(
+            self._config, lambda number: self._collector.collect(self.prompts.next(number), step)
+        )
         lost = self._scorer.num_timeouts + self._scorer.num_crashes - timeouts
         if lost:
             self._report(f"step {step}: scoring hung or crashed on {lost} responses, which got reward 0")

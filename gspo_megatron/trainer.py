@@ -16,11 +16,13 @@ from torch import Tensor
 from gspo_megatron.algorithm.advantages import GroupAdvantages, group_advantages
 from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
 from gspo_megatron.algorithm.loss_metrics import add_metrics
+from gspo_megatron.algorithm.objective import make_objective
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy, UpdateResult
 from gspo_megatron.batches import MicroBatch, RolloutArrays, gap_sums, mini_batch_loss, plan_rank
 from gspo_megatron.config import Config
 from gspo_megatron.metrics import MetricsWriter, Progress
+from gspo_megatron.plugins import load_loss
 from gspo_megatron.run_dir import prepare_run_dir
 from gspo_megatron.sources import LiveSource, ReplaySource
 from gspo_megatron.weights.hf_files import write_hf_checkpoint
@@ -57,7 +59,8 @@ class Run:
 
     def __init__(self, config: Config):
         self.config = config
-        self._loss = LOSSES[config.loss.name][1]
+        loss = LOSSES[config.loss.name][1] if config.loss.name in LOSSES else load_loss(config.loss.name)[1]
+        self._loss = make_objective(loss, config)
         self._seconds: dict[str, float] = defaultdict(float)
         self._stack = contextlib.ExitStack()
 
@@ -165,6 +168,7 @@ class Run:
         metrics = {
             "step": step,
             **rollout_metrics(rollout, advantages),
+            **self.source.metrics,
             **update_metrics(updates),
             "rollout/logprob_gap_mean": self._gap["gap_sum"] / max(self._gap["gap_count"], 1.0),
             "rollout/logprob_gap_max": self._gap["gap_max"],

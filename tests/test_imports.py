@@ -19,7 +19,7 @@ ROOMS = {
     "backend": {"config", "types", "algorithm", "weights"},
     "weights": {"config"},
     "rollout": {"config", "types"},
-    "rewards": {"config", "types"},
+    "rewards": {"algorithm_config", "config", "types"},
     "data": {"config", "types"},
     "metrics": {"config"},
     "report": {"metrics"},
