@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 CHUNK_TOKENS = 512
-"""Tokens whose [CHUNK_TOKENS, W] fp32 logits are held at once: 0.3 GiB at V = 151,936 without tensor parallelism."""
+"""Most tokens whose fp32 logits [chunk, W] are held at once: 0.3 GiB at V = 151,936 without tensor parallelism."""
+CHUNK_SHARE, SMALLEST_CHUNK = 16, 64
+"""A chunk is a sixteenth of the tokens, so that logits take a sixteenth of what all would, but not so few that a matrix
+product is mostly the reading of the weight."""
 
 
 def _logits(hidden: Tensor, weight: Tensor, scale: float, padding: int) -> Tensor:
@@ -52,6 +55,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             sums[1, rows] = torch.where(here[rows], logits.gather(1, local[rows, None])[:, 0], 0.0)
             logits.sub_(maximum[rows, None])
             sums[0, rows] = logits.exp_().sum(dim=-1)
+            del logits  # before the next chunk's are made
         if group.size() > 1:
             local_maximum = maximum.clone()
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
@@ -77,12 +81,17 @@ class VocabParallelLogProbs(torch.autograd.Function):
             grad_logits.scatter_add_(1, local[rows, None], torch.where(here[rows], scaled, 0.0)[:, None])
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[rows] = torch.mm(grad_logits, weight)
-            grad_weight += torch.mm(grad_logits.t(), hidden[rows])
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])  # no second [W, H]
+            else:
+                grad_weight += torch.mm(grad_logits.t(), hidden[rows])
+            del probabilities, grad_logits
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(num_tokens: int):
-    return (slice(start, start + CHUNK_TOKENS) for start in range(0, num_tokens, CHUNK_TOKENS))
+    chunk = min(CHUNK_TOKENS, max(SMALLEST_CHUNK, num_tokens // CHUNK_SHARE))
+    return (slice(start, start + chunk) for start in range(0, num_tokens, chunk))
 
 
 class LogProbHead(tensor_parallel.ColumnParallelLinear):
