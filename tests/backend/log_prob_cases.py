@@ -42,8 +42,8 @@ def ours(hidden, weight, labels, grad, temperature, padding=0, group=None):
 
 
 def on_tensor_ranks(cases: list, chunk_tokens: int) -> list:
-    """Every case `(seed, R, V, H, scale, temperature)` on all ranks: this rank's log-probs, the gradient of hidden summed
-    over the ranks, and this rank's rows of the weight's gradient, padding included; as numpy."""
+    """Every case `(seed, R, V, H, scale, temperature)` on all ranks: this rank's log-probs, the gradient of hidden
+    summed over the ranks, and this rank's rows of the weight's gradient, padding included; as numpy."""
     dist.init_process_group("gloo")
     log_likelihood.CHUNK_TOKENS = chunk_tokens
     rank, size, results = dist.get_rank(), dist.get_world_size(), []
