@@ -1,6 +1,7 @@
 """From the samples of one step to the micro-batches of one rank.
 
-Shape legend: M samples of the step, N sequences in a micro-batch, T packed tokens on this rank.
+Shape legend: M samples of the step, N sequences in a micro-batch, T packed tokens of it, S = T / context-parallel size
+of them on this rank.
 """
 
 from collections.abc import Sequence
@@ -11,8 +12,13 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.algorithm.losses import LossOutput, NonFiniteError, check_finite
-from gspo_megatron.algorithm.packing import PackedTokens, pack, plan_micro_batches, split_mini_batches
+from gspo_megatron.algorithm.packing import PackedTokens, pack, plan_micro_batches, sequence_multiple, split_mini_batches
+from gspo_megatron.backend.context import ContextParallel
+from gspo_megatron.config import ParallelConfig
 from gspo_megatron.types import Rollout, SequenceBatch
+
+WHOLE = ContextParallel()
+"""No context parallelism: this rank sees whole sequences."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ class RolloutArrays:
     response_ids: np.ndarray
     rollout_log_probs: np.ndarray
     """float32, nats."""
+    trained: np.ndarray
+    """bool, one a response token: False for a token that is context only."""
 
     @classmethod
     def from_rollout(cls, rollout: Rollout) -> "RolloutArrays":
@@ -56,6 +64,7 @@ class RolloutArrays:
             prompt_ids=flat((sample.prompt_ids for sample in samples), np.int32),
             response_ids=flat((sample.response_ids for sample in samples), np.int32),
             rollout_log_probs=flat((sample.rollout_log_probs for sample in samples), np.float32),
+            trained=np.ones(sum(len(sample.response_ids) for sample in samples), dtype=bool),
         )
 
     @property
@@ -80,11 +89,14 @@ class RolloutArrays:
     def log_probs(self, sample: int) -> np.ndarray:
         return self.rollout_log_probs[self.response_bounds[sample] : self.response_bounds[sample + 1]]
 
+    def mask(self, sample: int) -> np.ndarray:
+        return self.trained[self.response_bounds[sample] : self.response_bounds[sample + 1]]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     packed: PackedTokens
-    """`values` holds "rollout_log_probs"."""
+    """`values` holds "rollout_log_probs", and "advantages" where each token has its own."""
     samples: tuple[int, ...]
     """[N] indices into the step's samples."""
     advantages: Tensor
@@ -101,54 +113,122 @@ def plan_rank(
     token_budget: int,
     data_rank: int,
     data_size: int,
-    alignment: int,
+    parallel: ParallelConfig,
+    least_micro_batches: int = 1,
+    token_advantages: Sequence[Sequence[float]] | None = None,
+    drop: np.ndarray | None = None,
+    whole_groups: bool = False,
 ) -> list[list[MicroBatch]]:
     """[mini-batch][micro-batch] of one data-parallel rank; every rank has as many micro-batches in a mini-batch.
 
-    Mini-batches are whole groups in the order of the rollout. `alignment`: T is made a multiple of it (sequence
-    parallelism cuts T into as many equal pieces). Raises ValueError for a sequence longer than `token_budget`.
+    Mini-batches are whole groups in the order of the rollout. Context parallelism pads each sequence, and the budget
+    holds with that padding. `token_advantages` [M][R] take the place of `advantages` [M]. Samples of `drop` [M] bool are
+    left out, of the loss's sum and of its count. `whole_groups` keeps the samples of a group in one micro-batch. Raises
+    ValueError for a sequence (a group) longer than `token_budget`.
     """
+    pieces = sequence_multiple(parallel)
+    lengths = -(-arrays.lengths // pieces) * pieces
+    # the interleaved schedule goes through micro-batches in groups of the pipeline's size
+    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
     mini_batches = []
     for members in split_mini_batches(arrays.groups.tolist(), num_mini_batches):
-        plan = plan_micro_batches(arrays.lengths[members].tolist(), data_size, token_budget)
+        members = [sample for sample in members if drop is None or not drop[sample]]
+        units = _groups(arrays.groups, members) if whole_groups else [[sample] for sample in members]
+        plan = plan_micro_batches(
+            [int(lengths[unit].sum()) for unit in units], data_size, token_budget,
+            least=least_micro_batches, multiple=multiple,
+        )[data_rank]  # fmt: skip
+        if not units:  # every sample dropped: micro-batches of padding, so that the schedule runs
+            plan = [[]] * (-(-least_micro_batches // multiple) * multiple)
         mini_batches.append(
-            [_micro_batch(arrays, advantages, [members[i] for i in chosen], alignment) for chosen in plan[data_rank]]
+            [
+                _micro_batch(arrays, advantages, [s for unit in chosen for s in units[unit]], parallel, token_advantages)
+                for chosen in plan
+            ]
         )
     return mini_batches
 
 
-def _micro_batch(arrays: RolloutArrays, advantages: Tensor, samples: Sequence[int], alignment: int) -> MicroBatch:
+def _groups(groups: np.ndarray, members: Sequence[int]) -> list[list[int]]:
+    """`members` by their group, in order."""
+    units: dict[int, list[int]] = {}
+    for sample in members:
+        units.setdefault(int(groups[sample]), []).append(sample)
+    return list(units.values())
+
+
+def _micro_batch(
+    arrays: RolloutArrays, advantages: Tensor, samples: Sequence[int], parallel: ParallelConfig,
+    token_advantages: Sequence[Sequence[float]] | None,
+) -> MicroBatch:  # fmt: skip
+    values = {"rollout_log_probs": [arrays.log_probs(sample) for sample in samples]}
+    if token_advantages is not None:
+        values["advantages"] = [token_advantages[sample] for sample in samples]
     packed = pack(
         [(arrays.prompt(sample), arrays.response(sample)) for sample in samples],
-        {"rollout_log_probs": [arrays.log_probs(sample) for sample in samples]},
-        alignment=alignment,
+        values,
+        # sequence parallelism cuts each context-parallel rank's tokens into as many equal pieces
+        alignment=parallel.tensor * parallel.context,
+        sequence_multiple=sequence_multiple(parallel),
+        trained=[arrays.mask(sample) for sample in samples],
     )
     return MicroBatch(packed, tuple(samples), advantages[list(samples)], torch.as_tensor(arrays.groups[list(samples)]))
 
 
-def sequence_batch(micro_batch: MicroBatch, log_probs: Tensor, old_log_probs: Tensor) -> SequenceBatch:
-    """What a loss sees: padding at the end cut away, everything on the device of `log_probs` [T]."""
+def sequence_batch(
+    micro_batch: MicroBatch, log_probs: Tensor, old_log_probs: Tensor, context: ContextParallel = WHOLE
+) -> SequenceBatch:
+    """What a loss sees on this rank: padding at the end cut away, everything on the device of `log_probs` [S].
+
+    `old_log_probs` is [T], of the whole micro-batch, as are all values in `micro_batch`. A sum over a sequence is over
+    all context-parallel ranks and takes one collective; one of them counts the sequences.
+    """
     packed, device = micro_batch.packed, log_probs.device
-    num_tokens = packed.num_tokens
-    return SequenceBatch(
+    positions = context.positions(packed.cu_seqlens)
+    num_tokens = packed.num_tokens // context.size
+
+    def mine(values: Tensor) -> Tensor:
+        return values[positions.to(values.device)][:num_tokens].to(device)
+
+    token_advantages = packed.values.get("advantages")
+    batch = SequenceBatch(
         log_probs=log_probs[:num_tokens],
-        old_log_probs=old_log_probs[:num_tokens],
-        rollout_log_probs=packed.values["rollout_log_probs"][:num_tokens].to(device),
-        advantages=micro_batch.advantages.to(device),
-        mask=packed.loss_mask[:num_tokens].to(device),
-        cu_seqlens=packed.cu_seqlens[: packed.num_sequences + 1].to(device),
+        old_log_probs=mine(old_log_probs),
+        rollout_log_probs=mine(packed.values["rollout_log_probs"]),
+        advantages=micro_batch.advantages.to(device) if token_advantages is None else mine(token_advantages),
+        has_token_advantages=token_advantages is not None,
+        mask=mine(packed.loss_mask),
+        cu_seqlens=packed.cu_seqlens[: packed.num_sequences + 1].to(device) // context.size,
         groups=micro_batch.groups.to(device),
+        counts_sequences=context.counts_sequences,
     )
+    if context.size > 1:
+        owner = batch.token_sequence
+
+        def sum_over_sequences(values: Tensor) -> Tensor:
+            local = values.new_zeros(batch.num_sequences, *values.shape[1:]).index_add(0, owner, values)
+            return context.sum(local)
+
+        batch.sequence_sum = batch.sequence_sums = sum_over_sequences
+        batch.num_chunks, batch.token_chunk = context.chunks(batch.cu_seqlens)
+    return batch
 
 
-def mini_batch_loss(loss, config, mini_batch: Sequence[MicroBatch], old_log_probs: Sequence[Tensor], where: str):
-    """The loss of micro-batch `index` of a mini-batch, as `Policy.update` calls it.
+def mini_batch_loss(
+    loss,
+    config,
+    mini_batch: Sequence[MicroBatch],
+    old_log_probs: Sequence[Tensor],
+    where: str,
+    context: ContextParallel = WHOLE,
+):
+    """The loss of micro-batch `index` of a mini-batch, as `Policy.update` calls it; `old_log_probs` are [T] each.
 
     Raises FloatingPointError naming the sample and `where` (rank and stage) for a value that is not finite.
     """
 
     def of_micro_batch(index: int, log_probs: Tensor) -> LossOutput:
-        batch = sequence_batch(mini_batch[index], log_probs, old_log_probs[index].to(log_probs.device))
+        batch = sequence_batch(mini_batch[index], log_probs, old_log_probs[index], context)
         try:
             check_finite(batch)
         except NonFiniteError as error:
@@ -161,14 +241,15 @@ def mini_batch_loss(loss, config, mini_batch: Sequence[MicroBatch], old_log_prob
 
 
 def _gap(batch: SequenceBatch) -> dict[str, Tensor]:
-    """|log pi - log mu| between this policy and the rollout engine, over trained tokens, nats: sum, maximum, count."""
+    """|log pi - log mu| between this policy and the rollout engine, over trained tokens of this rank, nats: sum,
+    maximum, count."""
     mask = batch.mask.bool()
     gap = (batch.log_probs.detach().double() - batch.rollout_log_probs.double()).abs()[mask]
     return {"gap_sum": gap.sum(), "gap_max": gap.amax() if gap.numel() else gap.sum(), "gap_count": mask.sum().double()}
 
 
 def gap_sums(micro_batches: Sequence[MicroBatch], log_probs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The same over whole micro-batches, for log-probs [T] that are known before any update."""
+    """The same over whole micro-batches, for log-probs [T] that are known before any update; add up over data ranks."""
     total = {name: torch.zeros((), dtype=torch.float64) for name in ("gap_sum", "gap_max", "gap_count")}
     for micro_batch, values in zip(micro_batches, log_probs, strict=True):
         gaps = _gap(sequence_batch(micro_batch, values, values))

@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.algorithm.advantages import GroupAdvantages, group_advantages
+from gspo_megatron.algorithm.advantages import GroupAdvantages, group_advantages, token_advantages
 from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
 from gspo_megatron.algorithm.loss_metrics import add_metrics
 from gspo_megatron.algorithm.objective import make_objective
+from gspo_megatron.algorithm_config import GROUP_LOSSES
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy, UpdateResult
 from gspo_megatron.batches import MicroBatch, RolloutArrays, gap_sums, mini_batch_loss, plan_rank
 from gspo_megatron.config import Config
 from gspo_megatron.metrics import MetricsWriter, Progress
-from gspo_megatron.plugins import load_loss
+from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.run_dir import prepare_run_dir
 from gspo_megatron.sources import LiveSource, ReplaySource
 from gspo_megatron.weights.hf_files import write_hf_checkpoint
@@ -110,14 +111,22 @@ class Run:
 
     def plan(self, rollout: RolloutArrays, advantages: GroupAdvantages) -> list[list[MicroBatch]]:
         """[mini-batch][micro-batch] of this rank."""
+        config, per_token = self.config, None
+        if config.advantage.per_token:
+            function = load_function("advantage.per_token", config.advantage.per_token)
+            responses = [rollout.response(sample).tolist() for sample in range(rollout.num_samples)]
+            per_token = token_advantages(function, advantages, rollout.rewards, rollout.groups, responses)
         return plan_rank(
             rollout,
             advantages.advantages,
-            num_mini_batches=self.config.train.updates_per_rollout,
-            token_budget=self.config.train.tokens_per_micro_batch,
+            num_mini_batches=config.train.updates_per_rollout,
+            token_budget=config.train.tokens_per_micro_batch,
             data_rank=self.mesh.data_rank,
             data_size=self.mesh.data_size,
-            alignment=self.config.parallel.tensor,
+            parallel=config.parallel,
+            token_advantages=per_token,
+            drop=rollout.truncated if config.sampling.overlong_filtering else None,
+            whole_groups=config.loss.name in GROUP_LOSSES,
         )
 
     def old_log_probs(self, mini_batches: Sequence[Sequence[MicroBatch]]) -> list[list[Tensor]]:
@@ -133,7 +142,8 @@ class Run:
         return [[next(remaining) for _ in mini_batch] for mini_batch in mini_batches]
 
     def update(self, mini_batch: Sequence[MicroBatch], old_log_probs: Sequence[Tensor]) -> UpdateResult:
-        loss = mini_batch_loss(self._loss, self.config.loss, mini_batch, old_log_probs, self.mesh.describe())
+        where, context = self.mesh.describe(), self.mesh.context
+        loss = mini_batch_loss(self._loss, self.config.loss, mini_batch, old_log_probs, where, context)
         result = self.policy.update([micro_batch.packed for micro_batch in mini_batch], loss)
         if self._gap is None:  # the first mini-batch's pass is the first look at the engine's log-probs
             self._gap = {name: float(result.metrics[name]) for name in ("gap_sum", "gap_max", "gap_count")}

@@ -13,6 +13,7 @@ split of a sequence over context-parallel ranks.
     values      0   0  v0  v1   0
 """
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.algorithm.planning import default_cost, flops_cost, plan_micro_batches, split_mini_batches
+from gspo_megatron.config import ParallelConfig
 
-__all__ = ["PackedTokens", "default_cost", "flops_cost", "pack", "plan_micro_batches", "split_mini_batches"]
+__all__ = [
+    "PackedTokens", "default_cost", "flops_cost", "pack", "pad_to", "plan_micro_batches", "sequence_multiple",
+    "split_mini_batches",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class PackedTokens:
     labels: Tensor
     """[T] int64, the token that each position predicts; 0 where there is none."""
     loss_mask: Tensor
-    """[T] bool, True where the label is a response token."""
+    """[T] bool, True where the label is a response token that is trained on."""
     cu_seqlens: Tensor
     """[N+1] int32 offsets, or [N+2] where a dummy sequence of padding ends the micro-batch."""
     num_sequences: int
@@ -59,16 +64,19 @@ def pack(
     response_values: Mapping[str, Sequence[Sequence[float]]] | None = None,
     alignment: int = 1,
     sequence_multiple: int = 1,
+    trained: Sequence[Sequence[bool]] | None = None,
 ) -> PackedTokens:
     """One micro-batch from (prompt_ids, response_ids) pairs.
 
-    `response_values[name][i]` has one number a response token of sequence i. Each sequence is padded at its end to
+    `response_values[name][i]` has one number a response token of sequence i, and `trained[i]` says which of them are
+    trained on (all, when not given): others are context like the prompt, wherever in the response they stand. Each sequence is padded at its end to
     `sequence_multiple` tokens (2 * context-parallel size), and a dummy sequence at the end (mask False) makes T a
     multiple of `alignment` too. A micro-batch without sequences is a dummy only, so that its rank can take part in
     every collective.
     Raises ValueError for an empty prompt, or values that do not match the response's length.
     """
     response_values = response_values or {}
+    trained = trained or [np.ones(len(response), dtype=bool) for _, response in sequences]
     lengths = [_padded(len(prompt) + len(response), sequence_multiple) for prompt, response in sequences]
     num_tokens = sum(lengths)
     total = _padded(num_tokens or 2, math.lcm(alignment, sequence_multiple))
@@ -84,11 +92,12 @@ def pack(
         labels[start : start + len(tokens) - 1] = tokens[1:]
         first = start + len(prompt) - 1
         slices.append(slice(first, first + len(response)))
-        loss_mask[slices[-1]] = True
-        for name, lists in response_values.items():
+        for name, lists in {"trained": trained, **response_values}.items():
             if len(lists[index]) != len(response):
                 raise ValueError(f"{name} of sequence {index} has {len(lists[index])} values, response {len(response)}")
-            values[name][slices[-1]] = lists[index]
+        loss_mask[slices[-1]] = trained[index]
+        for name, lists in response_values.items():
+            values[name][slices[-1]] = np.where(trained[index], lists[index], 0.0)
         offsets.append(start + lengths[index])
     if total > num_tokens:
         offsets.append(total)
@@ -106,6 +115,32 @@ def pack(
         values={name: torch.from_numpy(array) for name, array in values.items()},
         response_slices=tuple(slices),
     )
+
+
+def pad_to(batch: PackedTokens, length: int) -> PackedTokens:
+    """The same micro-batch with a dummy sequence added at its end that makes T equal to `length`."""
+    missing = length - batch.labels.numel()
+    if not missing:
+        return batch
+
+    def padded(values: Tensor) -> Tensor:
+        return torch.cat([values, values.new_zeros(missing)])
+
+    return dataclasses.replace(
+        batch,
+        input_ids=padded(batch.input_ids),
+        position_ids=torch.cat([batch.position_ids, torch.arange(missing)]),
+        labels=padded(batch.labels),
+        loss_mask=padded(batch.loss_mask),
+        cu_seqlens=torch.cat([batch.cu_seqlens, batch.cu_seqlens.new_tensor([length])]),
+        max_seqlen=max(batch.max_seqlen, missing),
+        values={name: padded(values) for name, values in batch.values.items()},
+    )
+
+
+def sequence_multiple(parallel: ParallelConfig) -> int:
+    """Tokens of which a packed sequence must be a multiple: the chunks that context parallelism cuts it into."""
+    return 2 * parallel.context if parallel.context > 1 else 1
 
 
 def _padded(length: int, multiple: int) -> int:

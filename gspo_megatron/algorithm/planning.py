@@ -53,13 +53,17 @@ def plan_micro_batches(
     num_ranks: int,
     token_budget: int,
     cost: Callable[[int], float] | None = None,
+    *,
+    least: int = 1,
+    multiple: int = 1,
 ) -> list[list[Bins]]:
     """[rank][micro_batch] -> indices into `lengths`, each index exactly once.
 
     Every rank gets the same number of micro-batches, the smallest for which a packing is found, counted up from the
     bound that the total of tokens sets. No micro-batch holds more than `token_budget` tokens. The k-th micro-batches of
     all ranks cost about the same, because expert parallelism runs them in lock step, and so do the ranks in total.
-    `cost(length)` is in any unit; `default_cost` when not given. A micro-batch is empty only where there are fewer
+    `cost(length)` is in any unit; `default_cost` when not given. `least` and `multiple` bound the number of
+    micro-batches of a rank from below and make it a multiple, for schedules that ask for that. A micro-batch is empty only where there are fewer
     sequences than micro-batches. Raises ValueError for a sequence longer than the budget.
     """
     for index, length in enumerate(lengths):
@@ -71,9 +75,10 @@ def plan_micro_batches(
     if not lengths:
         return [[] for _ in range(num_ranks)]
     costs = [float((cost or default_cost)(length)) for length in lengths]
-    num_rows = max(1, -(-sum(lengths) // (token_budget * num_ranks)))
+    num_rows = max(least, -(-sum(lengths) // (token_budget * num_ranks)))
+    num_rows = -(-num_rows // multiple) * multiple
     while (bins := _fill(lengths, costs, num_rows * num_ranks, token_budget)) is None:
-        num_rows += 1
+        num_rows += multiple
     packer = _Packer(lengths, costs, bins, num_ranks, token_budget)
     packer.refine(num_rounds=4)
     return packer.deal_to_ranks()

@@ -3,8 +3,11 @@ sequence parallelism. With Transformer Engine its own modules are used instead."
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
+
+from gspo_megatron.backend.context import GatherTokens, zigzag
 
 
 class RMSNorm(nn.RMSNorm):
@@ -20,36 +23,65 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention over packed sequences, [T, heads, head_dim], by torch's scaled_dot_product_attention.
+    """Causal attention over packed sequences, [S, heads, head_dim], by torch's scaled_dot_product_attention.
 
     Stands where the local spec has `DotProductAttention` (`transformer/dot_product_attention.py`), which takes neither
-    packed sequences nor their variable lengths without padding.
+    packed sequences nor context parallelism. Under the latter every rank holds S = T / size of the T packed tokens in
+    zigzag order (`backend/context.py`), and keys and values are gathered from the others.
     """
 
     def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **kwargs
-    ):
+        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None,
+        cp_comm_type=None, pg_collection=None, **kwargs,
+    ):  # fmt: skip
         super().__init__()
         if attention_type != "self" or (attention_dropout or config.attention_dropout):
             raise ValueError("PackedAttention is self-attention without dropout; set megatron.transformer.attention_dropout: 0")
         self.softmax_scale = softmax_scale
+        self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, attn_mask_type=AttnMaskType.causal,
         attention_bias=None, packed_seq_params=None, **kwargs,
     ) -> Tensor:  # fmt: skip
-        """query [T, heads, d], key and value [T, kv heads, d] -> [T, heads * d]."""
+        """query [S, heads, d], key and value [S, kv heads, d] -> [S, heads * d]."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params with qkv_format 'thd'")
         num_tokens = query.shape[0]
-        query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]).transpose(0, 1) for x in (query, key, value))
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        outputs = [
-            F.scaled_dot_product_attention(
-                query[None, :, start:stop], key[None, :, start:stop], value[None, :, start:stop],
-                is_causal=True, scale=self.softmax_scale, enable_gqa=key.shape[0] != query.shape[0],
-            )[0]
-            for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
-            if stop > start
-        ]  # fmt: skip
-        return torch.cat(outputs, dim=1).transpose(0, 1).reshape(num_tokens, -1)
+        query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
+        cu_seqlens, size = packed_seq_params.cu_seqlens_q, self.group.size()
+        if size > 1:
+            order = torch.cat([zigzag(cu_seqlens, rank, size) for rank in range(size)])
+            both = GatherTokens.apply(torch.cat([key, value], dim=-1), order, self.group)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        bounds = cu_seqlens.tolist()
+        outputs, done = [], 0
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            for first, last in self._chunks(stop - start):
+                rows = slice(done, done + last - first)
+                outputs.append(
+                    self._attend(query[rows], key[start : start + last], value[start : start + last], first)
+                )
+                done = rows.stop
+        return torch.cat(outputs).reshape(num_tokens, -1)
+
+    def _chunks(self, length: int) -> list[tuple[int, int]]:
+        """(first, last + 1) token of each stretch of a sequence that this rank holds."""
+        size, rank = self.group.size(), self.group.rank()
+        if size == 1:
+            return [(0, length)]
+        chunk = length // (2 * size)
+        return [(index * chunk, (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
+        """query [n, heads, d] of the tokens from `first` on, key and value of all up to the last of them."""
+        num_queries, num_keys = query.shape[0], key.shape[0]
+        mask = None
+        if first:
+            mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(first)
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )  # fmt: skip
+        return output[0].transpose(0, 1)

@@ -124,7 +124,7 @@ def _say_cuda_tensor_types() -> None:
 
 
 def _patch_megatron() -> None:
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
@@ -137,3 +137,45 @@ def _patch_megatron() -> None:
         return tensor.detach().numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    mappings._gather_along_first_dim = _unequal_gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _unequal_reduce_scatter(mappings._reduce_scatter_along_first_dim)
+
+
+def _unequal_gather(equal_gather):
+    """Megatron's `_gather_along_first_dim`, which under expert tensor parallelism gathers unequal numbers of tokens.
+
+    gloo gathers equal sizes only: every rank pads to the largest, and the padding is cut out afterwards.
+    """
+
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return equal_gather(input_, group, None, use_global_buffer)
+        largest = max(output_split_sizes)
+        padded = _padded_rows(input_, largest)
+        gathered = padded.new_empty(group.size() * largest, *padded.shape[1:])
+        torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+        parts = gathered.split(largest)
+        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _unequal_reduce_scatter(equal_reduce_scatter):
+    """Megatron's `_reduce_scatter_along_first_dim`, likewise."""
+
+    def reduce_scatter(input_, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return equal_reduce_scatter(input_, group, None, use_global_buffer)
+        largest = max(input_split_sizes)
+        padded = torch.cat([_padded_rows(part, largest) for part in input_.split(list(input_split_sizes))])
+        reduced = padded.new_empty(largest, *padded.shape[1:])
+        torch.distributed.reduce_scatter_tensor(reduced, padded, group=group)
+        return reduced[: input_split_sizes[group.rank()]].contiguous()
+
+    return reduce_scatter
+
+
+def _padded_rows(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    padded = tensor.new_zeros(num_rows, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    return padded

@@ -11,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from gspo_megatron.backend.context import ContextParallel
 from gspo_megatron.backend.device import collective_backend, prepare_device
 from gspo_megatron.config import ParallelConfig
 
@@ -31,7 +32,11 @@ class Mesh:
     tensor: ProcessGroup
     pipeline: ProcessGroup
     data: ProcessGroup
+    """Ranks with other sequences; those of one context-parallel group have the same data rank."""
+    data_with_context: ProcessGroup
+    """All copies of this rank's dense parameters: data and context parallel."""
     expert: ProcessGroup
+    context: ContextParallel
 
     @classmethod
     def create(cls, parallel: ParallelConfig, seed: int, timeout_s: float) -> "Mesh":
@@ -45,6 +50,7 @@ class Mesh:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
+            virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
             context_parallel_size=parallel.context,
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
@@ -60,7 +66,9 @@ class Mesh:
             tensor=parallel_state.get_tensor_model_parallel_group(),
             pipeline=parallel_state.get_pipeline_model_parallel_group(),
             data=parallel_state.get_data_parallel_group(),
+            data_with_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
             expert=parallel_state.get_expert_model_parallel_group(),
+            context=ContextParallel(parallel_state.get_context_parallel_group()),
         )
 
     @property
@@ -80,9 +88,10 @@ class Mesh:
         return self.pipeline.rank() == self.pipeline.size() - 1
 
     def describe(self) -> str:
-        """This rank's place, for messages: `rank 3 (tensor 1, pipeline 0, data 1)`."""
+        """This rank's place, for messages: `rank 3 (tensor 1, pipeline 0, context 0, data 1)`."""
         return (
-            f"rank {self.rank} (tensor {self.tensor.rank()}, pipeline {self.pipeline.rank()}, data {self.data.rank()})"
+            f"rank {self.rank} (tensor {self.tensor.rank()}, pipeline {self.pipeline.rank()}, "
+            f"context {self.context.rank}, data {self.data.rank()})"
         )
 
     @contextlib.contextmanager

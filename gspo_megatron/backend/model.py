@@ -33,7 +33,7 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
     """Megatron's configuration of the model in `hf` on this layout; `config.megatron.transformer` is laid over it."""
     shape, parallel = ModelShape.from_hf(hf), config.parallel
     dtype = torch_dtype(config.train.dtype)
-    on_gpu = mesh.device.type == "cuda"
+    on_gpu, virtual = mesh.device.type == "cuda", parallel.virtual_pipeline > 1
     settings: dict[str, Any] = dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -54,16 +54,19 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if virtual else None,
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
-        variable_seq_lengths=True,
+        # Virtual stages need one length (see `Policy._pad_for_schedule`); then no shapes are exchanged.
+        variable_seq_lengths=not virtual,
         moe_token_dispatcher_type="alltoall",  # 0.16.1 asks for it under variable lengths in dense models too
         # The loss comes as a sum with its count, so that the mean is over all sequences of the mini-batch, however cut.
         calculate_per_token_loss=True,
-        # On gloo a batched exchange with one peer swaps what goes forward and what goes backward.
-        batch_p2p_comm=on_gpu,
+        # A batched exchange with one peer, which two ranks with virtual stages have both before and after them, swaps
+        # what goes forward and what goes backward. On gloo it does so without virtual stages too.
+        batch_p2p_comm=on_gpu and not virtual,
         overlap_p2p_comm=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -108,13 +111,13 @@ def layer_spec(config: TransformerConfig, on_gpu: bool) -> ModuleSpec:
     return spec
 
 
-def block_spec(config: TransformerConfig, on_gpu: bool) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
+def block_spec(config: TransformerConfig, on_gpu: bool, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk of this pipeline stage and the final norm."""
     if on_gpu and HAVE_TRANSFORMER_ENGINE:
         from megatron.core.extensions.transformer_engine import TENorm as norm
     else:
         norm = RMSNorm
-    layers = [layer_spec(config, on_gpu)] * get_num_layers_to_build(config)
+    layers = [layer_spec(config, on_gpu)] * get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -136,20 +139,33 @@ class PolicyModel(GPTModel):
         return self.output_layer(hidden_states, labels[0], loss_mask[0], weight, self.pg_collection.tp)
 
 
-def build_model(hf: dict[str, Any], config: Config, mesh: Mesh) -> PolicyModel:
-    """This rank's part of the model, with uninitialised weights (`weights.load` fills all of them)."""
-    shape, megatron = ModelShape.from_hf(hf), transformer_config(hf, config, mesh)
+def build_model(hf: dict[str, Any], config: Config, mesh: Mesh) -> list[PolicyModel]:
+    """This rank's part of the model, with uninitialised weights (`weights.load` fills all of them).
+
+    One model, or with virtual pipeline stages as many chunks, in the order in which a token meets them.
+    """
+    megatron, virtual = transformer_config(hf, config, mesh), config.parallel.virtual_pipeline
+    if virtual == 1:
+        return [_build_chunk(hf, config, megatron, mesh, None)]
+    return [_build_chunk(hf, config, megatron, mesh, stage) for stage in range(virtual)]
+
+
+def _build_chunk(
+    hf: dict[str, Any], config: Config, megatron: TransformerConfig, mesh: Mesh, vp_stage: int | None
+) -> PolicyModel:
+    shape, last = ModelShape.from_hf(hf), config.parallel.virtual_pipeline - 1
     model = PolicyModel(
         megatron,
-        block_spec(megatron, mesh.device.type == "cuda"),
+        block_spec(megatron, mesh.device.type == "cuda", vp_stage),
         vocab_size=shape.padded_vocab(config.parallel.tensor),
         max_sequence_length=hf["max_position_embeddings"],
-        pre_process=mesh.is_first_stage,
-        post_process=mesh.is_last_stage,
+        pre_process=mesh.is_first_stage and vp_stage in (None, 0),
+        post_process=mesh.is_last_stage and vp_stage in (None, last),
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
         rotary_base=rope_theta(hf),
         parallel_output=True,
+        vp_stage=vp_stage,
         true_vocab_size=shape.vocab,
         temperature=config.rollout.temperature,
     )

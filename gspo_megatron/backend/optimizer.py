@@ -1,5 +1,7 @@
 """Megatron's DDP, distributed Adam and learning-rate schedule, from our settings."""
 
+from collections.abc import Sequence
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -12,16 +14,19 @@ from gspo_megatron.config import Config, ParallelConfig
 from gspo_megatron.weights.hf_files import torch_dtype
 
 
-def wrap_for_training(model: nn.Module, config: Config) -> DistributedDataParallel:
+def wrap_for_training(chunks: Sequence[nn.Module], config: Config) -> list[DistributedDataParallel]:
     """bf16 wrapper where it is due, then DDP with the distributed optimizer's buffers and fp32 gradient sums."""
-    megatron = model.config
-    _reduce_experts_over_their_replicas(model, config.parallel)
-    if config.train.dtype == "bf16":
-        model = Float16Module(megatron, model)
+    megatron = chunks[0].config
     settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=False, grad_reduce_in_fp32=True)
-    ddp = DistributedDataParallel(megatron, DistributedDataParallelConfig(**{**settings, **config.megatron.ddp}), model)
+    ddp_config = DistributedDataParallelConfig(**{**settings, **config.megatron.ddp})
+    wrapped = []
+    for chunk in chunks:
+        _reduce_experts_over_their_replicas(chunk, config.parallel)
+        if config.train.dtype == "bf16":
+            chunk = Float16Module(megatron, chunk)
+        wrapped.append(DistributedDataParallel(megatron, ddp_config, chunk))
     megatron.finalize_model_grads_func = finalize_model_grads
-    return ddp
+    return wrapped
 
 
 def _reduce_experts_over_their_replicas(model: nn.Module, parallel: ParallelConfig) -> None:
@@ -37,7 +42,9 @@ def _reduce_experts_over_their_replicas(model: nn.Module, parallel: ParallelConf
                 param.allreduce = False
 
 
-def build_optimizer(ddp: DistributedDataParallel, config: Config) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], config: Config
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Adam whose fp32 state is cut over the data-parallel ranks, and its schedule counted in optimizer updates."""
     ours = config.optimizer
     dtype = torch_dtype(config.train.dtype)
@@ -54,7 +61,7 @@ def build_optimizer(ddp: DistributedDataParallel, config: Config) -> tuple[Megat
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **config.megatron.optimizer}), [ddp])
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**settings, **config.megatron.optimizer}), list(chunks))
     num_updates = config.train.steps * config.train.updates_per_rollout
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -2,11 +2,11 @@
 
 import re
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from gspo_megatron.backend.mesh import Mesh
@@ -14,10 +14,12 @@ from gspo_megatron.weights.families import canonical_name
 from gspo_megatron.weights.plan import Place
 
 
-def place_of_rank(mesh: Mesh, config: TransformerConfig) -> Place:
-    """What of the model this rank holds."""
-    offset = get_transformer_layer_offset(config)
-    per_rank = (config.num_moe_experts or 0) // mesh.parallel.expert
+def place_of_rank(mesh: Mesh, chunks: Sequence[GPTModel]) -> Place:
+    """What of the model this rank holds: `chunks` as `build_model` gave them, not wrapped.
+
+    Layers are numbered by Megatron itself (`TransformerLayer.layer_number`), for uneven and virtual stages too.
+    """
+    per_rank = (chunks[0].config.num_moe_experts or 0) // mesh.parallel.expert
     first_expert = mesh.expert.rank() * per_rank
     return Place(
         rank=mesh.rank,
@@ -25,10 +27,10 @@ def place_of_rank(mesh: Mesh, config: TransformerConfig) -> Place:
         tensor_size=mesh.tensor.size(),
         expert_tensor_rank=parallel_state.get_expert_tensor_parallel_rank(),
         expert_tensor_size=mesh.parallel.expert_tensor,
-        layers=tuple(range(offset, offset + get_num_layers_to_build(config))),
+        layers=tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers),
         experts=tuple(range(first_expert, first_expert + per_rank)),
-        has_embedding=mesh.is_first_stage,
-        has_output=mesh.is_last_stage,
+        has_embedding=chunks[0].pre_process,
+        has_output=chunks[-1].post_process,
         dense_replica=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         expert_replica=parallel_state.get_expert_data_parallel_rank(),
     )
@@ -42,18 +44,22 @@ def places_of_all_ranks(mesh: Mesh, place: Place) -> list[Place]:
     return places
 
 
-def global_parameters(model: nn.Module, place: Place) -> dict[str, Tensor]:
-    """Canonical name with global layer and expert numbers -> this rank's parameter."""
-
-    def layer(match: re.Match) -> str:
-        return f"decoder.layers.{place.layers[int(match[1])]}."
+def global_parameters(chunks: Sequence[nn.Module], place: Place) -> dict[str, Tensor]:
+    """Canonical name with global layer and expert numbers -> this rank's parameter, over all its model chunks."""
 
     def expert(match: re.Match) -> str:
         return f".local_experts.{place.experts[int(match[1])]}."
 
-    params = {}
-    for name, param in model.named_parameters():
-        name = canonical_name(re.sub(r"^(module\.)+", "", name))
-        name = re.sub(r"\.local_experts\.(\d+)\.", expert, name)
-        params[re.sub(r"^decoder\.layers\.(\d+)\.", layer, name)] = param
+    params, first = {}, 0
+    for chunk in chunks:
+        num_layers = 0
+        for name, param in chunk.named_parameters():
+            name = canonical_name(re.sub(r"^(module\.)+", "", name))
+            name = re.sub(r"\.local_experts\.(\d+)\.", expert, name)
+            match = re.match(r"decoder\.layers\.(\d+)\.", name)
+            if match:
+                num_layers = max(num_layers, int(match[1]) + 1)
+                name = f"decoder.layers.{place.layers[first + int(match[1])]}.{name[match.end() :]}"
+            params[name] = param
+        first += num_layers
     return params

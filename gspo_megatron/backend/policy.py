@@ -1,6 +1,6 @@
 """The policy: a Megatron model on this layout that answers log-likelihoods, takes updates, and gives its weights out.
 
-Shape legend: N sequences in a micro-batch, T packed tokens on this rank.
+Shape legend: N sequences in a micro-batch, T packed tokens of it, S = T / context-parallel size on this rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from gspo_megatron.algorithm.loss_metrics import add_metrics
 from gspo_megatron.algorithm.losses import LossOutput
-from gspo_megatron.algorithm.packing import PackedTokens
+from gspo_megatron.algorithm.packing import PackedTokens, pack, pad_to, sequence_multiple
+from gspo_megatron.backend.context import ContextParallel
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.model import build_model
 from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
@@ -28,12 +29,14 @@ from gspo_megatron.weights.plan import blocks_of, hf_shapes, plan_buckets
 from gspo_megatron.weights.rules import ModelShape
 
 MicroBatchLoss = Callable[[int, Tensor], LossOutput]
-"""(index of the micro-batch, its log-probs [T] with gradient) -> loss sum, count, metrics."""
+"""(index of the micro-batch, log-probs [S] of this rank's tokens with gradient) -> loss sum, count, metrics.
+
+The tokens are those at `mesh.context.positions(cu_seqlens)`: all T in order without context parallelism."""
 
 
 class UpdateResult(NamedTuple):
     metrics: dict[str, Tensor]
-    """Sums over all micro-batches and data-parallel ranks (`*_min`, `*_max`: the extremes), known to all ranks.
+    """Sums over all micro-batches, data- and context-parallel ranks (`*_min`, `*_max`: the extremes), known to all ranks.
     `loss_sum` and `loss_count` are among them."""
     grad_norm: float
     """Global norm before clipping."""
@@ -52,13 +55,13 @@ class Policy:
         self.dtype = torch_dtype(config.train.dtype)
         reader = HFReader(config.model.hf)
         check_files(reader, self.family, self.shape)
-        model = build_model(hf, config, mesh)
-        self._place = place_of_rank(mesh, model.config)
+        chunks = build_model(hf, config, mesh)
+        self._place = place_of_rank(mesh, chunks)
         blocks = blocks_of(self.family, self.shape, self._place)
-        load_parameters(global_parameters(model, self._place), blocks, reader)
-        self.model = wrap_for_training(model, config)
-        self.params = global_parameters(self.model, self._place)
-        self._optimizer, self._scheduler = build_optimizer(self.model, config) if train else (None, None)
+        load_parameters(global_parameters(chunks, self._place), blocks, reader)
+        self.chunks = wrap_for_training(chunks, config)
+        self.params = global_parameters(self.chunks, self._place)
+        self._optimizer, self._scheduler = build_optimizer(self.chunks, config) if train else (None, None)
         self.hf_shapes = hf_shapes(self.family, self.shape)
         self._buckets = plan_buckets(
             self.family, self.shape, places_of_all_ranks(mesh, self._place),
@@ -66,15 +69,19 @@ class Policy:
         )  # fmt: skip
 
     def log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
-        """Log-probs of all response tokens, fp32 [T] a micro-batch, nats, 0 elsewhere; on all pipeline stages."""
+        """Log-probs of all trained tokens, fp32 [T] a micro-batch, nats, 0 elsewhere; whole micro-batches, on all
+        pipeline stages and context-parallel ranks."""
         with torch.no_grad():
             outputs = self._run(micro_batches, forward_only=True)
-        lengths = [batch.labels.numel() for batch in micro_batches]
+        bounds = [batch.cu_seqlens for batch in micro_batches]
+        num_tokens = sum(batch.labels.numel() for batch in micro_batches) // self.mesh.context.size
         if self.mesh.is_last_stage:
-            flat = torch.cat(outputs)
+            shards = torch.cat(outputs)
         else:
-            flat = torch.empty(sum(lengths), dtype=torch.float32, device=self.mesh.device)
-        return list(self.mesh.from_last_stage(flat, "log-likelihoods of the last pipeline stage").split(lengths))
+            shards = torch.empty(num_tokens, dtype=torch.float32, device=self.mesh.device)
+        shards = self.mesh.from_last_stage(shards, "log-likelihoods of the last pipeline stage")
+        with self.mesh.waiting_for("log-likelihoods of context-parallel ranks"):
+            return self.mesh.context.gather(shards, bounds)
 
     def sequence_log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
         """log pi(y_i | x_i) of every sequence, fp32 [N] a micro-batch, nats, summed over its response tokens; on all
@@ -90,7 +97,8 @@ class Policy:
 
         Raises FloatingPointError where the gradient is not finite; the weights are then of no use.
         """
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         outputs = self._run(micro_batches, forward_only=False, loss=loss)
         metrics = self._gather_metrics(outputs)
@@ -110,40 +118,62 @@ class Policy:
 
     def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:
         """One pass of Megatron's schedule over the micro-batches; the last stage's outputs in their order."""
+        padded = self._pad_for_schedule(micro_batches)
+        shards = [shard_of(batch, self.mesh.context, self.mesh.device) for batch in padded]
 
-        device = self.mesh.device
-
-        def forward_step(iterator: Iterator[tuple[int, PackedTokens]], model):
-            index, batch = next(iterator)
+        def forward_step(iterator: Iterator[tuple[int, Shard]], model):
+            index, shard = next(iterator)
             log_probs = model(
-                batch.input_ids[None].to(device), batch.position_ids[None].to(device), None,
-                labels=batch.labels[None].to(device), loss_mask=batch.loss_mask[None].to(device),
-                packed_seq_params=packed_params(batch, device),
+                shard.input_ids, shard.position_ids, None, labels=shard.labels, loss_mask=shard.loss_mask,
+                packed_seq_params=shard.packed_seq_params,
             )  # fmt: skip
 
             def finish(log_probs: Tensor, non_loss_data: bool = False):
                 if non_loss_data:
                     return log_probs
+                if index >= len(micro_batches):
+                    return log_probs.sum() * 0.0, torch.zeros((), dtype=torch.int, device=log_probs.device), {}
                 out = loss(index, log_probs)
                 metrics = {**out.metrics, "loss_sum": out.loss_sum.detach().double(), "loss_count": out.count.double()}
                 return out.loss_sum, out.count.to(torch.int), metrics
 
             return log_probs, finish
 
+        iterators = [iter(enumerate(shards)) for _ in self.chunks]
+        virtual = len(self.chunks) > 1
         with self.mesh.waiting_for("other ranks in the forward pass" if forward_only else "other ranks in an update"):
-            return get_forward_backward_func()(
+            outputs = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(enumerate(micro_batches)),
-                model=self.model,
-                num_microbatches=len(micro_batches),
-                seq_length=max(batch.labels.numel() for batch in micro_batches),
+                data_iterator=iterators if virtual else iterators[0],
+                model=self.chunks if virtual else self.chunks[0],
+                num_microbatches=len(padded),
+                seq_length=max(batch.labels.numel() for batch in padded),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
             )
+        if not forward_only:
+            return outputs[: len(micro_batches)]
+        lengths = [batch.labels.numel() // self.mesh.context.size for batch in micro_batches]
+        return [values[:length] for values, length in zip(outputs, lengths, strict=False)]
+
+    def _pad_for_schedule(self, micro_batches: Sequence[PackedTokens]) -> list[PackedTokens]:
+        """With virtual stages, the micro-batches at one length, and more of padding up to a number that runs.
+
+        Megatron exchanges shapes that vary by a batched transfer (`P2PCommunicator._communicate_shapes`), which mixes
+        up the two directions where both neighbours are one rank, and blocks where there are as many micro-batches as
+        stages. With one length it exchanges none.
+        """
+        if len(self.chunks) == 1:
+            return list(micro_batches)
+        parallel, group = self.mesh.parallel, self.chunks[0].config.microbatch_group_size_per_vp_stage
+        filler = pack([], alignment=parallel.tensor * parallel.context, sequence_multiple=sequence_multiple(parallel))
+        padded = [*micro_batches, *[filler] * (-len(micro_batches) % group)]
+        length = max(batch.labels.numel() for batch in padded)
+        return [pad_to(batch, length) for batch in padded]
 
     def _gather_metrics(self, outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Reduce over micro-batches and data-parallel ranks, then tell the other pipeline stages (rank 0 is on the first).
+        """Reduce over micro-batches, data- and context-parallel ranks, then tell the other pipeline stages (rank 0 is on the first).
 
         Minima travel as negated maxima, so that there are two all-reduces, whatever the number of metrics.
         """
@@ -158,8 +188,8 @@ class Policy:
             signed = torch.stack([totals[n].double() for n in names]) * signs.to(self.mesh.device)
             maxima = signed.clone()
             with self.mesh.waiting_for("metrics of data-parallel ranks"):
-                dist.all_reduce(signed, group=self.mesh.data)
-                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.mesh.data)
+                dist.all_reduce(signed, group=self.mesh.data_with_context)
+                dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.mesh.data_with_context)
             values = torch.where(extreme, maxima, signed) * signs.to(self.mesh.device)
         values = self.mesh.from_last_stage(values, "metrics of the last pipeline stage")
         return dict(zip(names, values.unbind(), strict=True))
@@ -174,11 +204,27 @@ class Policy:
         return box[0]
 
 
-def packed_params(batch: PackedTokens, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of packed sequences."""
+class Shard(NamedTuple):
+    """This rank's part of a packed micro-batch on its device; tensors are [1, S]."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    packed_seq_params: PackedSeqParams
+    """Of the whole micro-batch: attention and rotary embedding divide by the context-parallel size themselves."""
+
+
+def shard_of(batch: PackedTokens, context: ContextParallel, device: torch.device) -> Shard:
+    """Raises ValueError for a sequence that can't be cut over the context-parallel ranks."""
+    positions = context.positions(batch.cu_seqlens)
+    whole = (batch.input_ids, batch.position_ids, batch.labels, batch.loss_mask)
     bounds, longest = batch.cu_seqlens.to(device), batch.max_seqlen
-    return PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+    return Shard(
+        *(values[positions][None].to(device) for values in whole),
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        ),
     )
 
 
