@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from gspo_megatron import algorithm_config  # noqa: E402
 from gspo_megatron import config as schema  # noqa: E402
-from gspo_megatron.checks import GUARDS, NOT_BUILT, RANGES  # noqa: E402
+from gspo_megatron.checks import GUARDS, RANGES  # noqa: E402
 
 TARGET = ROOT / "docs" / "configuration.md"
 
@@ -69,8 +69,6 @@ def section_text(cls: type, path: str, texts: dict, title: str) -> list[str]:
             kind, text = "section", f"See [{path}.{field.name}](#{path}{field.name}). {text}".strip()
         allowed = RANGES.get(f"{path}.{field.name}", ("", None))[0]
         text = f"{text} Must be {allowed}." if allowed else text
-        if f"{path}.{field.name}" in NOT_BUILT:
-            text += " Only 1 is supported by this version."
         lines.append(f"| `{path}.{field.name}` | {_kind(kind)} | {_default(field)} | {_cell(text)} |")
     return lines + inner
 

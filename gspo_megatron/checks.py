@@ -13,14 +13,11 @@ from urllib.parse import urlsplit
 
 from gspo_megatron.config import Config
 from gspo_megatron.guards import GUARDS, algorithm_faults
-from gspo_megatron.layout import layout_of, world_step
 from gspo_megatron.model_files import ModelInfo, read_model, tokenizer_faults, weight_faults
 from gspo_megatron.plugins import MODULE_FUNCTION
+from gspo_megatron.topology import alternatives, divisors, model_faults, world_faults
 
-__all__ = ["GUARDS", "NOT_BUILT", "RANGES", "check_config"]
-
-NOT_BUILT = ("parallel.context", "parallel.virtual_pipeline", "parallel.expert_tensor")
-"""Axes that the configuration knows and the backend does not build yet: only 1 is accepted."""
+__all__ = ["GUARDS", "RANGES", "check_config"]
 
 _RESERVED_SERVER_ARGS = ("model", "model-path", "host", "port", "tp", "tp-size", "tensor-parallel-size", "device")
 
@@ -100,7 +97,7 @@ def check_config(config: Config, world_size: int | None = None) -> list[str]:
 
     Without a world size the rules about it are left out.
     """
-    faults = [*_ranges(config), *_not_built(config), *_run(config), *_sources(config)]
+    faults = [*_ranges(config), *_run(config), *_sources(config)]
     faults += algorithm_faults(config)
     faults += [*_data(config), *_reward(config), *_batches(config), *_timeouts(config), *_metrics(config)]
     model = None
@@ -111,11 +108,11 @@ def check_config(config: Config, world_size: int | None = None) -> list[str]:
         model, found = read_model(directory)
         faults += found
         if (directory / "config.json").is_file():
-            faults += [*tokenizer_faults(directory), *weight_faults(directory)]
+            faults += [*tokenizer_faults(directory), *weight_faults(directory, model)]
     if model is not None:
-        faults += [*_topology(config, model), *_lengths(config, model)]
+        faults += [*model_faults(config, model), *_lengths(config, model)]
     if world_size is not None and not any(fault.startswith("parallel.") for fault in _ranges(config)):
-        faults += _world(config, world_size)
+        faults += world_faults(config, world_size)
     return faults
 
 
@@ -134,12 +131,6 @@ def _ranges(config: Config) -> Iterable[str]:
             yield f"{path}: {value} is out of range, must be {allowed}"
     if config.optimizer.min_lr > config.optimizer.lr > 0:
         yield f"optimizer.min_lr: {config.optimizer.min_lr} is above optimizer.lr ({config.optimizer.lr}); lower it"
-
-
-def _not_built(config: Config) -> Iterable[str]:
-    for path in NOT_BUILT:
-        if _value(config, path) > 1:
-            yield f"{path}: {_value(config, path)} is not supported by this version, only 1 is; set it to 1"
 
 
 def _run(config: Config) -> Iterable[str]:
@@ -242,16 +233,19 @@ def _reward(config: Config) -> Iterable[str]:
 def _batches(config: Config) -> Iterable[str]:
     prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_rollout
     if prompts >= 1 and updates >= 1 and prompts % updates:
-        choices = _divisors(prompts)
+        choices = divisors(prompts)
         yield (
             f"train.updates_per_rollout: {updates} does not divide rollout.prompts_per_step ({prompts}); "
-            f"use {_alternatives(choices)}, or change the prompts"
+            f"use {alternatives(choices)}, or change the prompts"
         )
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if config.train.tokens_per_micro_batch < longest:
+    longest, context = config.data.max_prompt_tokens + config.rollout.max_response_tokens, config.parallel.context
+    pieces = 2 * context if context > 1 else 1
+    needed = -(-longest // pieces) * pieces
+    if config.train.tokens_per_micro_batch < needed:
+        padding = f", padded to {needed} for parallel.context {context}" if needed > longest else ""
         yield (
             f"train.tokens_per_micro_batch: {config.train.tokens_per_micro_batch} is less than the longest sequence, "
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; use at least {longest}"
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}{padding}; use at least {needed}"
         )
 
 
@@ -280,85 +274,3 @@ def _lengths(config: Config, model: ModelInfo) -> Iterable[str]:
     for token in config.rollout.stop_token_ids:
         if not 0 <= token < model.shape.vocab:
             yield f"rollout.stop_token_ids: {token} is no token, must be from 0 to {model.shape.vocab - 1}"
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-
-
-def _alternatives(values: list[int]) -> str:
-    """`1, 2 or 4`; of many the smallest twelve."""
-    names = [str(value) for value in values[:12]]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _tensor_divisors(model: ModelInfo) -> list[int]:
-    """Tensor-parallel sizes that the attention and the dense layers can be cut into.
-
-    With fewer key-value heads than ranks Megatron gathers them and every rank keeps the one it needs, so that then the
-    ranks must be a multiple of those heads (Megatron-Core: transformer/attention.py, get_query_key_value_tensors).
-    """
-    shape = model.shape
-    width = shape.ffn if not shape.num_experts else shape.hidden
-    return [
-        size
-        for size in _divisors(shape.num_heads)
-        if (shape.num_kv_heads % size == 0 or size % shape.num_kv_heads == 0)
-        and shape.hidden % size == 0
-        and width % size == 0
-    ]
-
-
-def _topology(config: Config, model: ModelInfo) -> Iterable[str]:
-    """Sizes of the model that the axes must divide."""
-    shape, parallel = model.shape, config.parallel
-    axes = [(parallel.tensor, _tensor_divisors(model), "tensor")]
-    what = {
-        "tensor": f"the model's {shape.num_heads} heads, {shape.num_kv_heads} key-value heads and "
-        f"hidden size {shape.hidden}" + (f", feed-forward size {shape.ffn}" if not shape.num_experts else ""),
-        "pipeline": f"the model's {shape.num_layers} layers",
-        "expert": f"the model's {shape.num_experts} experts",
-        "expert_tensor": f"an expert's feed-forward size {shape.moe_ffn}",
-    }
-    axes.append((parallel.pipeline, _divisors(shape.num_layers), "pipeline"))
-    if shape.num_experts:
-        axes.append((parallel.expert, _divisors(shape.num_experts), "expert"))
-        axes.append((parallel.expert_tensor, _divisors(shape.moe_ffn), "expert_tensor"))
-    else:
-        for axis in ("expert", "expert_tensor"):
-            size = getattr(parallel, axis)
-            if size > 1:
-                yield f"parallel.{axis}: {size} is refused, {model.architecture} has no experts; use 1"
-    for size, allowed, axis in axes:
-        if size >= 1 and size not in allowed:
-            yield f"parallel.{axis}: {size} does not divide {what[axis]}; use {_alternatives(allowed)}"
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    if parallel.virtual_pipeline > 1 and stages >= 1 and shape.num_layers % stages:
-        yield (
-            f"parallel.virtual_pipeline: {parallel.virtual_pipeline} with pipeline {parallel.pipeline} does not divide "
-            f"the model's {shape.num_layers} layers; lower it"
-        )
-
-
-def _world(config: Config, world: int) -> Iterable[str]:
-    parallel = config.parallel
-    step = world_step(parallel)
-    if world < 1 or world % step:
-        dense = parallel.tensor * parallel.pipeline * parallel.context
-        experts = parallel.expert * parallel.expert_tensor * parallel.pipeline
-        below, over = world // step * step, (world // step + 1) * step
-        nearest = f"{below} or {over}" if below else str(over)
-        yield (
-            f"world size: {world} is not a multiple of parallel.tensor * pipeline * context = {dense} and of "
-            f"parallel.expert * expert_tensor * pipeline = {experts}; use {nearest} ranks, or other sizes"
-        )
-        return
-    if config.train.updates_per_rollout < 1:
-        return
-    layout = layout_of(config, world)
-    if layout.sequences_per_update < layout.data:
-        yield (
-            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {layout.sequences_per_update} "
-            f"sequences an update, fewer than the {layout.data} data-parallel ranks; raise it, or lower "
-            "train.updates_per_rollout"
-        )

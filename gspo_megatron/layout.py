@@ -53,7 +53,8 @@ def layout_text(config: Config, layout: Layout) -> str:
         [
             f"layout of {layout.world} ranks",
             f"  dense part: tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} "
-            f"x data {layout.data}",
+            f"x data {layout.data}"
+            + (f", {config.parallel.virtual_pipeline} model chunks a rank" * (config.parallel.virtual_pipeline > 1)),
             f"  experts:    expert {layout.expert} x expert_tensor {layout.expert_tensor} x pipeline {layout.pipeline} "
             f"x copies {layout.expert_data}",
             "batches",

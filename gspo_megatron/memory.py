@@ -10,7 +10,8 @@ pass, divided by the tensor-parallel size where sequence parallelism is on), wit
 attention core recomputes its scores; grouped-query attention's narrower keys and values; and per expert layer the
 router's fp32 scores and, for each of the k chosen experts, a token's row before and after the exchange, and after the
 expert, and the expert's inner activations. Stage i of p pipeline stages holds p - i micro-batches at once (1F1B
-schedule, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1).
+schedule, Narayanan et al. 2021, arXiv 2104.04473, section 2.2.1); with v virtual stages 2 (p - i - 1) + (v - 1) p + 1
+chunks of 1/v of its layers (interleaved schedule, section 2.2.2; Megatron-Core's get_pp_rank_microbatches).
 
 Not counted: the CUDA context and NCCL buffers (2 to 4 GiB a GPU), the allocator's fragmentation (a tenth is usual), and
 uneven routing: tokens are taken as spread evenly over experts.
@@ -18,9 +19,10 @@ uneven routing: tokens are taken as spread evenly over experts.
 
 from dataclasses import dataclass
 
-from gspo_megatron.config import Config
+from gspo_megatron.config import Config, ParallelConfig
 from gspo_megatron.layout import Layout
 from gspo_megatron.model_files import ModelInfo
+from gspo_megatron.topology import pipeline_layers
 
 GIB = 2**30
 LOGITS_CHUNK_TOKENS = 512
@@ -105,7 +107,15 @@ def layer_activation_bytes(config: Config, model: ModelInfo, tokens: int) -> flo
     return norms + attention + softmax_sums + router + exchanged + inner
 
 
-def _activation_bytes(config: Config, model: ModelInfo, layers: int, in_flight: int) -> float:
+def _micro_batches_in_flight(parallel: ParallelConfig, stage: int) -> float:
+    """Whole micro-batches of which a stage keeps activations."""
+    behind, virtual = parallel.pipeline - stage - 1, parallel.virtual_pipeline
+    if virtual == 1:
+        return behind + 1
+    return (2 * behind + (virtual - 1) * parallel.pipeline + 1) / virtual
+
+
+def _activation_bytes(config: Config, model: ModelInfo, layers: int, in_flight: float) -> float:
     shape, parallel = model.shape, config.parallel
     size = 4 if config.train.dtype == "fp32" else 2
     tokens = config.train.tokens_per_micro_batch // parallel.context
@@ -126,7 +136,7 @@ def _activation_bytes(config: Config, model: ModelInfo, layers: int, in_flight: 
 def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -> Memory:
     """Memory of a rank of pipeline stage `stage` (from 0 on)."""
     first, last = stage == 0, stage == layout.pipeline - 1
-    layers = model.shape.num_layers // layout.pipeline
+    layers = sum(pipeline_layers(config.parallel, config.megatron.transformer, model.shape.num_layers)[stage])
     parameters = count_parameters(
         model, layout.tensor, layout.expert, layout.expert_tensor, layers, embedding=first, output=last
     )
@@ -144,7 +154,7 @@ def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -
         weights=size * parameters.total,
         gradients=4 * parameters.total,
         optimizer=optimizer,
-        activations=_activation_bytes(config, model, layers, layout.pipeline - stage),
+        activations=_activation_bytes(config, model, layers, _micro_batches_in_flight(config.parallel, stage)),
         logits=logits if last else 0,
         weight_sync=0 if config.rollout.replay else 2 * min(config.weights.bucket_mib * 2**20, whole),
     )
@@ -152,8 +162,9 @@ def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -
 
 def estimate(config: Config, model: ModelInfo, layout: Layout) -> list[Memory]:
     """Memory of a rank of the first, of the fullest middle, and of the last pipeline stage."""
-    stages = sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1})
-    return [stage_memory(config, model, layout, stage) for stage in stages]
+    rows = [stage_memory(config, model, layout, stage) for stage in range(layout.pipeline)]
+    middle = [max(rows[1:-1], key=lambda row: row.total)] if layout.pipeline > 2 else []
+    return [rows[0], *middle, *rows[1:][-1:]]
 
 
 def memory_text(config: Config, model: ModelInfo, layout: Layout) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.checks import GUARDS, NOT_BUILT, RANGES, _value, check_config
+from gspo_megatron.checks import GUARDS, RANGES, _value, check_config
 from gspo_megatron.config import Config
 from gspo_megatron.config_loader import load_config
 from tests.config.fakes import QWEN3_8B, TINY, write_checkpoint, write_config
@@ -109,9 +109,14 @@ def test_required_keys_are_all_named_at_once():
         (["reward.soft_overlong={cache_tokens: 2000}"], ["cache_tokens: 2000", "(1024)", "lower it"]),
         (["advantage.per_token='json:dumps'"], ["advantage.per_token:", "loss.name=gspo", "gspo_token"]),
         (["loss.name=gspo_token", "advantage.per_token='json:x'"], ["advantage.per_token:", "no function 'x'"]),
-        (["parallel.context=2"], ["parallel.context: 2", "set it to 1"]),
-        (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline: 2", "set it to 1"]),
-        (["parallel.expert_tensor=2"], ["parallel.expert_tensor: 2", "set it to 1"]),
+        (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline: 2", "parallel.pipeline to at least 2"]),
+        (["parallel={pipeline: 2, virtual_pipeline: 4}"], ["parallel.virtual_pipeline: 4", "4 layers", "use 1 or 2"]),
+        (["parallel.expert_tensor=3"], ["parallel.expert_tensor: 3", "feed-forward size 32", "use 1, 2, 4, 8, 16 or 32"]),
+        (["parallel={tensor: 2, sequence_parallel: false}"], ["parallel.sequence_parallel: false", "set it to true"]),
+        (
+            ["parallel.context=5", "train.tokens_per_micro_batch=3072"],
+            ["train.tokens_per_micro_batch: 3072", "padded to 3080", "parallel.context 5", "use at least 3080"],
+        ),
     ],
 )
 def test_a_rule_refuses_with_key_value_and_remedy(faults_of, overrides, parts):
@@ -141,10 +146,6 @@ def test_every_key_with_a_range_exists_and_refuses_a_negative_value(faults_of, p
     launch = ["rollout.servers=[]", "rollout.launch={}"] if path.startswith("rollout.launch") else []
     overrides = [*launch, f"{path}=-1"]
     assert any(fault.startswith(f"{path}: -1") for fault in faults_of(*overrides, world_size=4))
-
-
-def test_axes_that_are_not_built_exist():
-    assert all(_value(Config(), path) == 1 for path in NOT_BUILT)
 
 
 def test_world_size(faults_of):
@@ -253,3 +254,34 @@ def test_a_directory_of_an_earlier_run(tmp_path, faults_of):
 def test_replay_needs_neither_data_nor_reward(tmp_path, faults_of):
     (tmp_path / "step_1.jsonl").write_text("{}\n")
     assert faults_of("rollout.servers=[]", f"rollout.replay={tmp_path}", "data.train=", "reward.name=") == []
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "transformer", "parts"),
+    [
+        (3, "{num_layers_in_first_pipeline_stage: 1, num_layers_in_last_pipeline_stage: 1}", None),
+        (2, "{num_layers_in_last_pipeline_stage: 1}", None),
+        (3, "{account_for_embedding_in_pipeline_split: true, account_for_loss_in_pipeline_split: true}", None),
+        (2, "{pipeline_model_parallel_layout: 'Et|t*3L'}", None),
+        (3, "{num_layers_in_first_pipeline_stage: 1}", ["num_layers_in_first_pipeline_stage", "3 are left", "2 other"]),
+        (3, "{num_layers_in_first_pipeline_stage: 4}", ["0 are left for 2 other stages"]),
+        (3, "{account_for_loss_in_pipeline_split: true}", ["parallel.pipeline: 3", "1 more", "use 1 or 5"]),
+        (
+            2,
+            "{num_layers_in_first_pipeline_stage: 1, account_for_loss_in_pipeline_split: true}",
+            ["in different ways", "give one"],
+        ),
+        (2, "{pipeline_model_parallel_layout: 'Ett|t|tL'}", ["has 3 chunks", "is 2"]),
+        (2, "{pipeline_model_parallel_layout: 'Ett|tL'}", ["have 4 t between"]),
+        (2, "{pipeline_model_parallel_layout: 'Ett|ttm'}", ["may hold E, t, L"]),
+        (2, "{microbatch_group_size_per_vp_stage: 1}", ["is below parallel.pipeline (2)", "at least 2"]),
+    ],
+)
+def test_pipelines_that_are_cut_unevenly(faults_of, pipeline, transformer, parts):
+    faults = faults_of(f"parallel.pipeline={pipeline}", f"megatron.transformer={transformer}")
+    assert faults == [] if parts is None else len(faults) == 1 and all(part in faults[0] for part in parts), faults
+
+
+def test_layouts_with_all_axes_pass(faults_of):
+    axes = "parallel={tensor: 2, pipeline: 2, virtual_pipeline: 2, context: 2, expert: 2, expert_tensor: 2}"
+    assert faults_of(axes, world_size=8) == []

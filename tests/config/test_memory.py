@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.config import Config, ParallelConfig, RolloutConfig, TrainConfig
+from gspo_megatron.config import Config, MegatronConfig, ParallelConfig, RolloutConfig, TrainConfig
 from gspo_megatron.layout import layout_of
 from gspo_megatron.memory import LOGITS_CHUNK_TOKENS, count_parameters, estimate, memory_text
 from gspo_megatron.model_files import read_model
@@ -107,3 +107,20 @@ def test_the_table_names_the_model_and_every_stage(tmp_path):
 def test_the_logits_chunk_is_the_backends():
     source = (ROOT / "gspo_megatron" / "backend" / "log_likelihood.py").read_text()
     assert int(re.search(r"^CHUNK_TOKENS = (\d+)", source, re.M).group(1)) == LOGITS_CHUNK_TOKENS
+
+
+def test_uneven_and_virtual_stages(tmp_path):
+    """The last of two stages holds 12 of 48 layers; with virtual stages a rank keeps activations of more."""
+    model = info(tmp_path, QWEN3_30B_A3B)
+    parallel, replay = ParallelConfig(pipeline=2), RolloutConfig(replay="x")
+    megatron = MegatronConfig(transformer={"num_layers_in_last_pipeline_stage": 12})
+    config = Config(parallel=parallel, rollout=replay, megatron=megatron)
+    first, last = estimate(config, model, layout_of(config, 2))
+    assert first.parameters.experts == 3 * last.parameters.experts == 36 * 128 * 3 * 2048 * 768
+    assert first.activations == pytest.approx(2 * 3 * last.activations)
+    plain = Config(parallel=parallel, rollout=replay)
+    virtual = Config(parallel=ParallelConfig(pipeline=2, virtual_pipeline=2), rollout=replay)
+    rows = [estimate(config, model, layout_of(config, 2)) for config in (plain, virtual)]
+    # stage 0 keeps (2 * 1 + 1 * 2 + 1) / 2 = 2.5 micro-batches instead of 2, stage 1 (0 + 2 + 1) / 2 instead of 1
+    assert rows[1][0].activations == pytest.approx(2.5 / 2 * rows[0][0].activations)
+    assert rows[1][1].activations == pytest.approx(1.5 * rows[0][1].activations)
