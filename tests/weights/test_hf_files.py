@@ -84,14 +84,17 @@ def test_shards_are_bounded_and_the_index_names_what_was_written(tmp_path, refer
     assert torch.equal(reader.read("t3", (1, 2), (2, 5)), tensors["t3"][1:3, 2:7])
 
 
-def test_views_of_one_buffer_that_is_reused_are_kept_apart(tmp_path, reference):
+@pytest.mark.parametrize("transposed", [False, True])
+def test_views_of_one_buffer_that_is_reused_are_kept_apart(tmp_path, reference, transposed):
     def tensors():
-        buffer = torch.empty(2, 3)
+        buffer = torch.empty(3, 3)
         for i in range(3):
-            yield f"t{i}", buffer.fill_(i).t()
+            buffer.copy_(torch.arange(9.0).view(3, 3) + i)
+            yield f"t{i}", buffer.t() if transposed else buffer
 
     out = write_hf_checkpoint(tensors(), tmp_path / "out", reference)
-    assert same(load_file(out / SINGLE), {f"t{i}": torch.full((3, 2), float(i)) for i in range(3)})
+    grids = {f"t{i}": torch.arange(9.0).view(3, 3) + i for i in range(3)}
+    assert same(load_file(out / SINGLE), {name: grid.t() if transposed else grid for name, grid in grids.items()})
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
