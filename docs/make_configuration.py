@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the dataclasses of config.py and algorithm_config.py, and the texts under their fields.
+"""Writes docs/configuration.md from the dataclasses of config.py and algorithm_config.py, and the texts under their
+fields.
 
 python docs/make_configuration.py            # writes it
 python docs/make_configuration.py --check    # exit 1 where it is out of date

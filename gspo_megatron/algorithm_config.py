@@ -163,7 +163,7 @@ class CFPOConfig(SequenceMeanConfig):
 
 @dataclass(frozen=True)
 class PSPOConfig(SequenceMeanConfig):
-    """Probability smoothing, arXiv 2509.21282: the new policy is mixed with the old one, so that the ratio is drawn to 1."""
+    """Probability smoothing, arXiv 2509.21282: the new policy is mixed with the old one."""
 
     name: str = "pspo"
     alpha: float = 0.1
@@ -198,8 +198,8 @@ class MiniRLConfig(SequenceMeanConfig):
 
 @dataclass(frozen=True)
 class CTPOConfig(TokenMeanConfig):
-    """Cumulative token policy optimization, arXiv 2605.07331: the product of the ratios up to each token, in a band that
-    grows with its position."""
+    """Cumulative token policy optimization, arXiv 2605.07331: the product of the ratios up to each token, in a band
+    that grows with its position."""
 
     name: str = "ctpo"
     lo: float = 0.025
@@ -238,8 +238,8 @@ class DCPOConfig(SequenceMeanConfig):
 LOSS_CONFIGS: dict[str, type[LossConfig]] = {
     config.name: config
     for config in (
-        GSPOConfig, GSPOTokenConfig, LUSPOConfig, GMPOConfig, FSPOConfig, VESPOConfig, GRPOConfig, SAPOConfig, CISPOConfig,
-        CFPOConfig, PSPOConfig, DPPOTVConfig, MiniRLConfig, CTPOConfig, ASPOConfig, DCPOConfig, REALConfig,
+        GSPOConfig, GSPOTokenConfig, LUSPOConfig, GMPOConfig, FSPOConfig, VESPOConfig, GRPOConfig, SAPOConfig,
+        CISPOConfig, CFPOConfig, PSPOConfig, DPPOTVConfig, MiniRLConfig, CTPOConfig, ASPOConfig, DCPOConfig, REALConfig,
     )
 }  # fmt: skip
 """Loss name -> its configuration class. `algorithm/losses.py` adds the function."""
@@ -268,7 +268,7 @@ class AdvantageConfig:
     equal_tolerance: float = 1e-8
     """A group whose rewards differ by no more than this has advantage 0 and counts as a zero-std group."""
     per_token: str = ""
-    """`package.module:function` that spreads each sample's advantage over its tokens, for losses with token advantages."""
+    """`package.module:function` that spreads each sample's advantage over its tokens, for losses that take such."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class SoftOverlongConfig:
-    """DAPO's penalty (arXiv 2503.14476 Eq. 13): from 0 to -factor over the last cache_tokens before the length limit."""
+    """DAPO's penalty (arXiv 2503.14476 Eq. 13): from 0 to -factor over the last cache_tokens before the limit."""
 
     cache_tokens: int = 256
     """Tokens before rollout.max_response_tokens over which the penalty grows."""

@@ -39,8 +39,8 @@ def _wide_clip(config: Config) -> Iterable[str]:
         value = getattr(loss, name)
         if value > WIDEST_SEQUENCE_CLIP and not (name == "clip_low" and value >= 1):
             yield (
-                f"loss.{name}: {value} is refused for {loss.name}, must be at most {WIDEST_SEQUENCE_CLIP}: the ratio of "
-                "a sequence is a mean over its tokens and stays within about 1e-3 of 1, so that this range never "
+                f"loss.{name}: {value} is refused for {loss.name}, must be at most {WIDEST_SEQUENCE_CLIP}: the ratio "
+                "of a sequence is a mean over its tokens and stays within about 1e-3 of 1, so that this range never "
                 "clips (the paper: 3e-4 and 4e-4); lower it"
             )
 
@@ -49,8 +49,8 @@ def _token_mean(config: Config) -> Iterable[str]:
     loss = config.loss
     if loss.name in SEQUENCE_LOSSES and getattr(loss, "aggregation", "seq-mean-token-mean") != "seq-mean-token-mean":
         yield (
-            f"loss.aggregation: {loss.aggregation} is refused for {loss.name}: the mean over sequences is what makes the "
-            "loss GSPO, token-mean would weigh a sequence by its length; use seq-mean-token-mean, or loss.name=grpo"
+            f"loss.aggregation: {loss.aggregation} is refused for {loss.name}: the mean over sequences is what makes "
+            "the loss GSPO, token-mean would weigh a sequence by its length; use seq-mean-token-mean, or loss.name=grpo"
         )
 
 
@@ -67,16 +67,16 @@ def _engine_filter(config: Config) -> Iterable[str]:
     for key, value, neutral in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0)):
         if value != neutral:
             yield (
-                f"rollout.{key}: {value} is refused: the servers then sample from a cut distribution whose log-probs they "
-                f"do not give and the trainer does not model; use {neutral}"
+                f"rollout.{key}: {value} is refused: the servers then sample from a cut distribution whose log-probs "
+                f"they do not give and the trainer does not model; use {neutral}"
             )
 
 
 def _k1_in_loss(config: Config) -> Iterable[str]:
     if config.regularizer.kl and config.regularizer.kl_estimator == "k1":
         yield (
-            "regularizer.kl_estimator: k1 is refused as a term of the loss: its gradient is that of the log-probs alone, "
-            "zero on average, and pulls nowhere near the reference; use k2 or k3"
+            "regularizer.kl_estimator: k1 is refused as a term of the loss: its gradient is that of the log-probs "
+            "alone, zero on average, and pulls nowhere near the reference; use k2 or k3"
         )
 
 
@@ -109,7 +109,7 @@ _GUARDS: dict[str, tuple[str, Rule]] = {
     "summed_ratio": ("a sequence ratio of the sum, not the mean, of log ratios", _summed_ratio),
     "engine_filter": ("top-p or top-k on the servers, which the trainer does not model", _engine_filter),
     "k1_in_loss": ("the k1 estimator as a term of the loss", _k1_in_loss),
-    "double_correction": ("a correction on top of a loss that is against the rollout policy already", _double_correction),
+    "double_correction": ("a correction on a loss that is against the rollout policy already", _double_correction),
     "idle_correction": ("a correction where pi_old is the rollout policy", _idle_correction),
 }
 
@@ -118,8 +118,9 @@ GUARDS = {name: text for name, (text, _) in _GUARDS.items()}
 
 _POSITIVE = ("above 0", lambda value: value > 0)
 _LOSS_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    **dict.fromkeys(("log_eps_low", "log_eps_high", "k_pos", "k_neg", "lam_pos", "lam_neg", "tau", "tau_pos"), _POSITIVE),
-    **dict.fromkeys(("tau_neg", "is_high", "eps", "delta_low", "delta_high", "tis_cap", "lo", "hi", "dual"), _POSITIVE),
+    **dict.fromkeys(("log_eps_low", "log_eps_high", "k_pos", "k_neg", "lam_pos", "lam_neg", "tau"), _POSITIVE),
+    **dict.fromkeys(("tau_pos", "tau_neg", "is_high", "eps", "delta_low", "delta_high", "tis_cap"), _POSITIVE),
+    **dict.fromkeys(("lo", "hi", "dual"), _POSITIVE),
     **dict.fromkeys(("is_low", "power", "weight_cap"), ("at least 0", lambda value: value >= 0)),
     "alpha": ("at least 0 and below 1", lambda value: 0 <= value < 1),
     "cap": ("above 1", lambda value: value > 1),
@@ -159,8 +160,8 @@ def _advantages(config: Config) -> Iterable[str]:
         return
     if loss.name in LOSS_CONFIGS and loss.name not in TOKEN_ADVANTAGE_LOSSES:
         yield (
-            f"advantage.per_token: {name!r} is refused with loss.name={loss.name}, which takes one advantage a sequence; "
-            f"use one of {', '.join(sorted(TOKEN_ADVANTAGE_LOSSES))}"
+            f"advantage.per_token: {name!r} is refused with loss.name={loss.name}, which takes one advantage a "
+            f"sequence; use one of {', '.join(sorted(TOKEN_ADVANTAGE_LOSSES))}"
         )
     try:
         load_function("advantage.per_token", name)
@@ -176,9 +177,9 @@ def _groups(config: Config) -> Iterable[str]:
     longest = samples * (config.data.max_prompt_tokens + config.rollout.max_response_tokens)
     if config.train.tokens_per_micro_batch < longest:
         yield (
-            f"train.tokens_per_micro_batch: {config.train.tokens_per_micro_batch} is less than a group's longest samples "
-            f"together, which loss.name={config.loss.name} compares in one micro-batch: rollout.samples_per_prompt "
-            f"({samples}) times prompt and response, {longest}; raise it, or lower the lengths"
+            f"train.tokens_per_micro_batch: {config.train.tokens_per_micro_batch} is less than a group's longest "
+            f"samples together, which loss.name={config.loss.name} compares in one micro-batch: "
+            f"rollout.samples_per_prompt ({samples}) times prompt and response, {longest}; raise it, or lower the lengths"
         )
 
 

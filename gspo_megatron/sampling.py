@@ -49,9 +49,9 @@ def collect_groups(
 ) -> tuple[Rollout, dict[str, float]]:
     """rollout.prompts_per_step groups with their reward terms, and what to log of how they were found.
 
-    With `sampling.dynamic` they are groups whose rewards differ: more prompts are asked for until there are enough, for at
-    most `sampling.max_rounds` rounds, none of which starts after half of train.timeout_s, for which the other ranks wait.
-    Groups of equal rewards fill what is missing then. Groups are numbered from 0 anew.
+    With `sampling.dynamic` they are groups whose rewards differ: more prompts are asked for until there are enough,
+    for at most `sampling.max_rounds` rounds, none of which starts after half of train.timeout_s, for which the other
+    ranks wait. Groups of equal rewards fill what is missing then. Groups are numbered from 0 anew.
     """
     wanted = config.rollout.prompts_per_step
     if not config.sampling.dynamic:

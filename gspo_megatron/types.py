@@ -78,7 +78,8 @@ class SequenceBatch:
     groups: Tensor
     """[N] group id of each sequence."""
     sequence_sum: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]  # __post_init__ fills it
-    """[T] -> [N], a token quantity summed over each whole sequence, across context-parallel ranks where there are any."""
+    """[T] -> [N], a token quantity summed over each whole sequence, across context-parallel ranks where there are
+    any."""
     token_sequence: Tensor = None  # type: ignore[assignment]
     """[T] index of the sequence that a token belongs to; made from cu_seqlens when not given."""
     sequence_sums: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
@@ -102,7 +103,8 @@ class SequenceBatch:
             self.has_token_advantages = self.advantages.numel() != self.num_sequences
         if self.token_sequence is None:
             lengths = self.cu_seqlens.diff().to(torch.long)
-            self.token_sequence = torch.repeat_interleave(torch.arange(self.num_sequences, device=lengths.device), lengths)
+            numbers = torch.arange(self.num_sequences, device=lengths.device)
+            self.token_sequence = torch.repeat_interleave(numbers, lengths)
         if self.sequence_sum is None:
             self.sequence_sum = self._local_sum
         if self.sequence_sums is None:
@@ -115,12 +117,14 @@ class SequenceBatch:
     def sequence_prefix_sums(self, values: Tensor) -> Tensor:
         """[T, K] -> [T, K]: each token's own value and those before it in its sequence, across context-parallel ranks.
 
-        One call of `sequence_sums`. Raises ValueError where sequences are cut over ranks and `token_chunk` is not given.
+        One call of `sequence_sums`. Raises ValueError where sequences are cut over ranks and `token_chunk` is not
+        given.
         """
         num_tokens, width = values.shape
         chunk = self.token_sequence.new_zeros(num_tokens) if self.token_chunk is None else self.token_chunk
         by_chunk = values.new_zeros(num_tokens, self.num_chunks, width + 1)
-        by_chunk[torch.arange(num_tokens, device=chunk.device), chunk] = torch.cat([values, values.new_ones(num_tokens, 1)], 1)
+        with_count = torch.cat([values, values.new_ones(num_tokens, 1)], 1)
+        by_chunk[torch.arange(num_tokens, device=chunk.device), chunk] = with_count
         totals = self.sequence_sums(by_chunk.flatten(1)).view(-1, self.num_chunks, width + 1)
         if self.token_chunk is None and not torch.equal(totals[:, 0, -1].long(), self.cu_seqlens.diff().long()):
             raise ValueError("sequences are cut over ranks, and nothing says in which order: give token_chunk")
@@ -158,7 +162,8 @@ def from_lists(
         if lists is not None and [len(sequence) for sequence in lists] != lengths:
             raise ValueError(f"{name} has lengths {[len(sequence) for sequence in lists]}, new has {lengths}")
     if len(advantages) != len(lengths) or len(groups) != len(lengths):
-        raise ValueError(f"{len(lengths)} sequences need as many advantages ({len(advantages)}) and groups ({len(groups)})")
+        found = f"({len(advantages)}) and groups ({len(groups)})"
+        raise ValueError(f"{len(lengths)} sequences need as many advantages {found}")
 
     def flat(lists) -> Tensor:
         return torch.tensor([value for sequence in lists for value in sequence], dtype=torch.float64)

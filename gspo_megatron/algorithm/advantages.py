@@ -28,7 +28,8 @@ def group_advantages(
     """Advantages of M samples with `rewards` [M] and group ids `groups` [M], in any order.
 
     Computed in float64 with the sample standard deviation (ddof 1), so that the result does not depend on the order of
-    groups. The baseline is the group's mean, or with `leave_one_out` that of the group's other samples. Raises ValueError for a reward that is not finite, a group of one sample, or lists of unequal length.
+    groups. The baseline is the group's mean, or with `leave_one_out` that of the group's other samples.
+    Raises ValueError for a reward that is not finite, a group of one sample, or lists of unequal length.
     """
     rewards = torch.as_tensor(rewards, dtype=torch.float64)
     groups = torch.as_tensor(groups, dtype=torch.long)
@@ -86,9 +87,10 @@ def token_advantages(
             raise ValueError(f"advantage.per_token gave {len(given)} lists for a group of {len(samples)} samples")
         for sample, values in zip(samples, given, strict=True):
             values = [float(value) for value in values]
-            if len(values) != len(responses[sample]):
+            length = len(responses[sample])
+            if len(values) != length:
                 raise ValueError(
-                    f"advantage.per_token gave {len(values)} values for the {len(responses[sample])} tokens of sample {sample}"
+                    f"advantage.per_token gave {len(values)} values for the {length} tokens of sample {sample}"
                 )
             if not all(map(math.isfinite, values)):
                 raise ValueError(f"advantage.per_token gave a value that is not finite for sample {sample}: {values}")

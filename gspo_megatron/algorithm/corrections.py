@@ -1,7 +1,7 @@
 """Weights for the gap between the rollout engine (mu) and the trainer (pi_old), on top of any loss.
 
 Shape legend: N sequences in a micro-batch, T packed tokens on this rank. All weights are without gradient. A dropped
-token or sequence has weight 0 and still counts in what the loss is divided by, so that dropping does not raise the others.
+token or sequence has weight 0 and still counts in what the loss is divided by, so that the others are not raised.
 """
 
 from typing import NamedTuple
@@ -37,10 +37,10 @@ def correct(config: CorrectionConfig, batch: SequenceBatch, out: LossOutput) -> 
     """`out` with each token's loss times its weight, and `correction/...` metrics, which are there when all is off too.
 
     - token truncate (TIS): min(pi_old / mu, cap); token mask (IcePop): pi_old / mu inside [low, high], else 0.
-    - with g the geometric mean of pi_old / mu: sequence truncate: min(g, cap); sequence mask: g inside [low, high], else 0.
+    - sequence truncate: min(g, cap), sequence mask: g inside [low, high], else 0; g: the geometric mean of pi_old / mu.
     - off-policy mask: 0 where A < 0 and mean(log pi_old - log pi_theta) > delta, else 1.
 
-    Raises ValueError where a weight is asked for and the batch has no rollout log-probs, or the loss gives no token losses.
+    Raises ValueError where a weight is asked for and the batch has no rollout log-probs or the loss no token losses.
     """
     wanted = config.token != "none" or config.sequence != "none" or config.off_policy != "none"
     if batch.rollout_log_probs is None and not wanted:

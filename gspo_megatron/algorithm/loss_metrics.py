@@ -1,7 +1,7 @@
 """What every loss reports of its ratios, as sums that add up over micro-batches and ranks.
 
-Reduction rule by key: `*_min` by minimum, `*_max` by maximum, all others by sum. A key with a `/` is reported under that
-name: divided by the key with `_count` behind it where there is one, as it is otherwise.
+Reduction rule by key: `*_min` by minimum, `*_max` by maximum, all others by sum. A key with a `/` is reported under its
+own name: divided by the key with `_count` behind it where there is one, as it is otherwise.
 """
 
 import math

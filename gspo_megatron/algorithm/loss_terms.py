@@ -3,8 +3,8 @@
 Shape legend: N sequences in a micro-batch, T packed tokens on this rank, K stacked quantities.
 
 Ratios are computed without gradient, in float64. A loss gives each token a `value` (its part of the objective) and a
-`slope` (the derivative of the whole objective by its log-prob); `loss_output` makes a scalar of them that has this value
-and this gradient. The gradient reaches this rank's tokens only, so that no differentiable collective is needed.
+`slope` (the derivative of the whole objective by its log-prob); `loss_output` makes a scalar of them that has this
+value and this gradient. The gradient reaches this rank's tokens only, so that no differentiable collective is needed.
 """
 
 from typing import NamedTuple
@@ -86,7 +86,7 @@ def token_values(batch: SequenceBatch) -> TokenValues:
 def rollout_values(batch: SequenceBatch, mask: Tensor, name: str) -> Tensor:
     """[T] log mu of the rollout engine, as in `token_values`. Raises ValueError where the batch has none."""
     if batch.rollout_log_probs is None:
-        raise ValueError(f"{name} needs the rollout engine's log-probs, this batch has none (rollout_log_probs is None)")
+        raise ValueError(f"{name} needs the rollout engine's log-probs, and rollout_log_probs is None")
     return masked(mask, batch.rollout_log_probs)
 
 

@@ -69,10 +69,10 @@ def pack(
     """One micro-batch from (prompt_ids, response_ids) pairs.
 
     `response_values[name][i]` has one number a response token of sequence i, and `trained[i]` says which of them are
-    trained on (all, when not given): others are context like the prompt, wherever in the response they stand. Each sequence is padded at its end to
-    `sequence_multiple` tokens (2 * context-parallel size), and a dummy sequence at the end (mask False) makes T a
-    multiple of `alignment` too. A micro-batch without sequences is a dummy only, so that its rank can take part in
-    every collective.
+    trained on (all, when not given): others are context like the prompt, wherever in the response they stand. Each
+    sequence is padded at its end to `sequence_multiple` tokens (2 * context-parallel size), and a dummy sequence at
+    the end (mask False) makes T a multiple of `alignment` too. A micro-batch without sequences is a dummy only, so
+    that its rank can take part in every collective.
     Raises ValueError for an empty prompt, or values that do not match the response's length.
     """
     response_values = response_values or {}

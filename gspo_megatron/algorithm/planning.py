@@ -63,8 +63,8 @@ def plan_micro_batches(
     bound that the total of tokens sets. No micro-batch holds more than `token_budget` tokens. The k-th micro-batches of
     all ranks cost about the same, because expert parallelism runs them in lock step, and so do the ranks in total.
     `cost(length)` is in any unit; `default_cost` when not given. `least` and `multiple` bound the number of
-    micro-batches of a rank from below and make it a multiple, for schedules that ask for that. A micro-batch is empty only where there are fewer
-    sequences than micro-batches. Raises ValueError for a sequence longer than the budget.
+    micro-batches of a rank from below and make it a multiple, for schedules that ask for that. A micro-batch is empty
+    only where there are fewer sequences than micro-batches. Raises ValueError for a sequence longer than the budget.
     """
     for index, length in enumerate(lengths):
         if length > token_budget:

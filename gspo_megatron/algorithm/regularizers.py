@@ -44,9 +44,10 @@ def regularize(config: RegularizerConfig, batch: SequenceBatch, out: LossOutput)
 def kl_estimate(estimator: str, mask: Tensor, log_probs: Tensor, reference: Tensor) -> Tensor:
     """[T] estimate of KL(pi_theta || pi_ref) at each trained token, with its gradient in `log_probs`; 0 elsewhere.
 
-    With log r = log pi_ref - log pi_theta: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (Schulman, "Approximating
-    KL divergence"). On samples of pi_theta k1 and k3 have the divergence as their mean; as a term of the loss the gradient
-    of k2 is the divergence's, that of k3 is the reverse divergence's, that of k1 is zero on average.
+    With log r = log pi_ref - log pi_theta: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r (Schulman,
+    "Approximating KL divergence"). On samples of pi_theta k1 and k3 have the divergence as their mean; as a term of
+    the loss the gradient of k2 is the divergence's, that of k3 is the reverse divergence's, that of k1 is zero on
+    average.
     """
     log_ratio = masked(mask, reference) - masked(mask, log_probs)
     if estimator == "k1":

@@ -1,8 +1,8 @@
 """Losses with one weight a sequence: gspo, gspo_token, luspo, gmpo, fspo, vespo.
 
 Shape legend: N sequences in a micro-batch, T packed tokens on this rank. A_i, L_i: advantage and trained tokens of
-sequence i; r_t = pi_theta / pi_old of a token. All want `batch.advantages` [N], but for gspo_token. All raise ValueError
-for values of less than 32 bits.
+sequence i; r_t = pi_theta / pi_old of a token. All want `batch.advantages` [N], but for gspo_token. All raise
+ValueError for values of less than 32 bits.
 """
 
 from gspo_megatron.algorithm.loss_terms import (
@@ -33,10 +33,11 @@ def gspo(config: GSPOConfig, batch: SequenceBatch) -> LossOutput:
 
 
 def gspo_token(config: GSPOConfig, batch: SequenceBatch) -> LossOutput:
-    """GSPO-token, Eq. 13-17: -sum_i 1/L_i sum_t min(s_it A_it, clip(s_it) A_it), s_it = sg[s_i] r_it / sg[r_it].
+    """GSPO-token, arXiv 2507.18071 Eq. 13-17: -sum_i 1/L_i sum_t min(s_it A_it, clip(s_it) A_it).
 
-    `batch.advantages` is [N] or [T]. count = N. With log_ratio=sum, s_i = exp(sum_t log r_t) and its gradient. Raises
-    ValueError for token-mean aggregation unless its guard is off.
+    s_it = sg[s_i] r_it / sg[r_it] with GSPO's s_i, so that a token's gradient is its own. `batch.advantages` is [N] or
+    [T]. count = N. With log_ratio=sum, s_i = exp(sum_t log r_t) and its gradient. Raises ValueError for token-mean
+    aggregation unless its guard is off.
     """
     if config.aggregation != "seq-mean-token-mean" and "token_mean" not in config.i_know_what_i_do:
         raise ValueError(
@@ -49,13 +50,15 @@ def gspo_token(config: GSPOConfig, batch: SequenceBatch) -> LossOutput:
 def luspo(config: LUSPOConfig, batch: SequenceBatch) -> LossOutput:
     """LUSPO, arXiv 2602.05261: -sum_i L_i min(s_i A_i, clip(s_i, 1-low, 1+high) A_i), s_i as in GSPO.
 
-    count = N. The factor L_i takes back GSPO's 1/L_i in a token's gradient, so that long responses are not weighed less.
+    count = N. The factor L_i takes back GSPO's 1/L_i in a token's gradient, so that a long one is not weighed less.
     """
     require_sequence_advantages(batch, "luspo")
     return _clipped_by_sequence(config, batch, "seq-mean-token-sum", summed=False)
 
 
-def _clipped_by_sequence(config: GSPOConfig | LUSPOConfig, batch: SequenceBatch, aggregation: str, summed: bool) -> LossOutput:
+def _clipped_by_sequence(
+    config: GSPOConfig | LUSPOConfig, batch: SequenceBatch, aggregation: str, summed: bool
+) -> LossOutput:
     """The clipped objective with one ratio a sequence, of the mean or of the sum of its log ratios."""
     tokens = token_values(batch)
     mask, advantages = tokens.mask, tokens.advantages

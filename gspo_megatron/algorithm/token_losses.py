@@ -1,9 +1,9 @@
 """Losses with one weight a token: grpo, sapo, cispo, cfpo, pspo, dppo_tv, minirl, ctpo, aspo, dcpo.
 
-Shape legend: N sequences in a micro-batch, T packed tokens on this rank. A: advantage, r = pi_theta / pi_old of a token,
-mu: the rollout policy. All take `batch.advantages` as [N] or [T], sum what they minimise over tokens as `aggregation`
-says (count = N, or the trained tokens for token-mean), and raise ValueError for another aggregation or values of less
-than 32 bits. In the metrics a sequence counts as clipped when one of its tokens is.
+Shape legend: N sequences in a micro-batch, T packed tokens on this rank. A: advantage, r = pi_theta / pi_old of a
+token, mu: the rollout policy. All take `batch.advantages` as [N] or [T], sum what they minimise over tokens as
+`aggregation` says (count = N, or the trained tokens for token-mean), and raise ValueError for another aggregation or
+values of less than 32 bits. In the metrics a sequence counts as clipped when one of its tokens is.
 """
 
 import torch
@@ -60,7 +60,7 @@ def dcpo(config: DCPOConfig, batch: SequenceBatch) -> LossOutput:
 def sapo(config: SAPOConfig, batch: SequenceBatch) -> LossOutput:
     """SAPO, arXiv 2511.20347: -(4 / tau) sigmoid(tau (r - 1)) A; tau by the sign of A.
 
-    The factor of the gradient is 4 p (1 - p) r A with p the sigmoid: 1 at r = 1, fading on both sides. Nothing is clipped.
+    The factor of the gradient is 4 p (1 - p) r A with p the sigmoid: 1 at r = 1, fading on both sides. No clip.
     """
     tokens = token_values(batch)
     ratio = guarded_exp(tokens.log_ratio)
@@ -80,7 +80,10 @@ def cispo(config: CISPOConfig, batch: SequenceBatch) -> LossOutput:
 
 
 def cfpo(config: CFPOConfig, batch: SequenceBatch) -> LossOutput:
-    """CFPO, arXiv 2601.22801: -(r A - |A| / (2 eps) (r - 1)^2). The gradient vanishes at r = 1 +- eps and turns there."""
+    """CFPO, arXiv 2601.22801: -(r A - |A| / (2 eps) (r - 1)^2).
+
+    The gradient vanishes at r = 1 + eps (A > 0) or 1 - eps (A < 0) and turns there. Nothing is clipped.
+    """
     tokens = token_values(batch)
     ratio, size = guarded_exp(tokens.log_ratio), tokens.advantages.abs() / config.eps
     value = ratio * tokens.advantages - size / 2 * (ratio - 1).square()
@@ -89,7 +92,10 @@ def cfpo(config: CFPOConfig, batch: SequenceBatch) -> LossOutput:
 
 
 def pspo(config: PSPOConfig, batch: SequenceBatch) -> LossOutput:
-    """PSPO, arXiv 2509.21282: -((1 - alpha) r + alpha) A, the ratio of (1 - alpha) pi_theta + alpha pi_old to pi_old."""
+    """PSPO, arXiv 2509.21282: -((1 - alpha) r + alpha) A.
+
+    The factor is the ratio of the smoothed policy (1 - alpha) pi_theta + alpha pi_old to pi_old. Nothing is clipped.
+    """
     tokens = token_values(batch)
     slope = (1 - config.alpha) * guarded_exp(tokens.log_ratio) * tokens.advantages
     value = slope + config.alpha * tokens.advantages
@@ -116,8 +122,8 @@ def dppo_tv(config: DPPOTVConfig, batch: SequenceBatch) -> LossOutput:
 def minirl(config: MiniRLConfig, batch: SequenceBatch) -> LossOutput:
     """MiniRL, arXiv 2512.01374: -M sg(min(pi_theta / mu, cap)) A log pi, summed over a sequence's tokens.
 
-    M = 0 where r = pi_theta / pi_old is above 1 + high (A > 0) or below 1 - low (A < 0). The paper's advantage is R minus
-    the group's mean (`advantage.std: none`). Needs `batch.rollout_log_probs`; raises ValueError without.
+    M = 0 where r = pi_theta / pi_old is above 1 + high (A > 0) or below 1 - low (A < 0). The paper's advantage is R
+    minus the group's mean (`advantage.std: none`). Needs `batch.rollout_log_probs`; raises ValueError without.
     """
     tokens = token_values(batch)
     rollout = rollout_values(batch, tokens.mask, "loss.name=minirl")
@@ -127,9 +133,10 @@ def minirl(config: MiniRLConfig, batch: SequenceBatch) -> LossOutput:
 
 
 def aspo(config: ASPOConfig, batch: SequenceBatch) -> LossOutput:
-    """ASPO, arXiv 2510.06062: -M w A with w = r for A < 0 and w = 1 / r for A > 0, gradient -M w A d log pi in both.
+    """ASPO, arXiv 2510.06062: -M w A with w = r for A < 0 and w = 1 / r for A > 0.
 
-    M = 0 where r < 1 - low (A < 0) or r > 1 + high (A > 0). `weight_cap` bounds 1 / r, whose token keeps its gradient.
+    The gradient is -M w A d log pi for both signs: 1 / r stands for pi_old pi_theta / sg(pi_theta^2). M = 0 where r <
+    1 - low (A < 0) or r > 1 + high (A > 0). `weight_cap` bounds 1 / r, whose token keeps its gradient.
     """
     tokens = token_values(batch)
     dropped = _moved_too_far(tokens, config.clip_low, config.clip_high)
@@ -144,8 +151,8 @@ def aspo(config: ASPOConfig, batch: SequenceBatch) -> LossOutput:
 def ctpo(config: CTPOConfig, batch: SequenceBatch) -> LossOutput:
     """CTPO, arXiv 2605.07331: GRPO's objective with rho_t = sg(prod_{k<t} r_k) r_t in place of r_t.
 
-    log rho_t is clipped at +hi t^power where A > 0; where A < 0 at -lo t^power, and at +dual t^power from above. t counts
-    a sequence's trained tokens from 1; over context-parallel ranks it comes from `batch.sequence_prefix_sums`.
+    log rho_t is clipped at +hi t^power where A > 0; where A < 0 at -lo t^power, and at +dual t^power from above. t
+    counts a sequence's trained tokens from 1; over context-parallel ranks it comes from `batch.sequence_prefix_sums`.
     """
     tokens = token_values(batch)
     columns = torch.stack([tokens.mask.double(), tokens.log_ratio], dim=1)

@@ -1,4 +1,4 @@
-"""Terms that are added to the reward: what a response costs beside what its task says. Plain Python, one group at a time.
+"""Terms that are added to the reward: what a response costs beside what its task says. One group at a time, no torch.
 
 Shape legend: G samples of one prompt.
 """

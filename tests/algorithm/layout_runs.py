@@ -38,8 +38,8 @@ def make_rollout() -> RolloutArrays:
 
 
 def with_policies_apart(micro_batch: MicroBatch, log_probs: torch.Tensor) -> torch.Tensor:
-    """pi_old of a micro-batch, and mu written into it: up to 0.05 nats from pi_theta and 0.03 from each other, by a rule
-    that only looks at the token and its position."""
+    """pi_old of a micro-batch, and mu written into it: up to 0.05 nats from pi_theta and 0.03 from each other, by a
+    rule that only looks at the token and its position."""
     packed = micro_batch.packed
     wave = 7.0 * packed.labels + 3.0 * packed.position_ids
     old = torch.where(packed.loss_mask, log_probs.cpu() + 0.05 * wave.sin(), 0.0)
@@ -61,7 +61,8 @@ def all_losses(model: str, parallel: dict, least_micro_batches: int) -> dict[str
     try:
         policy = Policy(config, mesh)
         return {
-            name: _update(name, config, mesh, policy, least_micro_batches) for name in [*LOSSES, "overlong", "all_overlong"]
+            name: _update(name, config, mesh, policy, least_micro_batches)
+            for name in [*LOSSES, "overlong", "all_overlong"]
         }
     finally:
         mesh.close()

@@ -4,6 +4,9 @@ import ast
 import dataclasses
 import inspect
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from tests.algorithm.loss_cases import context_parallel_batches, evaluate, flat,
 
 NAMES = list(LOSSES)
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
-TOKEN_LOSSES = [name for name in NAMES if name not in ("gspo", "gspo_token") and hasattr(LOSSES[name][0], "aggregation")]
+TOKEN_LOSSES = [n for n in NAMES if n not in ("gspo", "gspo_token") and hasattr(LOSSES[n][0], "aggregation")]
 CHOICES = [(name, None) for name in NAMES] + [(name, choice) for name in TOKEN_LOSSES for choice in AGGREGATIONS]
 
 
@@ -285,7 +288,7 @@ def test_vespo_with_the_correction_has_the_rollout_policy_below_its_weight():
 
 
 def test_an_unknown_aggregation_is_refused():
-    with pytest.raises(ValueError, match="loss.aggregation=sum: use seq-mean-token-mean, token-mean or seq-mean-token-sum"):
+    with pytest.raises(ValueError, match="loss.aggregation=sum: use seq-mean-token-mean, token-mean or seq-"):
         evaluate("grpo", LOSSES["grpo"][0](aggregation="sum"), make_batch(random_sequences(0)))
 
 
@@ -309,3 +312,13 @@ def test_a_loss_is_one_function_of_at_most_40_lines_with_its_source():
     for name, (_, function) in LOSSES.items():
         assert "arXiv" in function.__doc__ or "Eq. 13-17" in function.__doc__, name
     assert len({function for _, function in LOSSES.values()}) == len(LOSSES)
+
+
+def test_the_page_is_what_its_script_writes():
+    """The table; the picture is drawn by the same script."""
+    docs = Path(__file__).parents[2] / "docs"
+    command = [sys.executable, docs / "make_algorithms.py", "--check"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    page = (docs / "algorithms.md").read_text()
+    assert [name for name in NAMES if f"| `{name}` |" not in page] == [] and "(loss_weights.png)" in page

@@ -1,4 +1,5 @@
-"""The corrections between engine and trainer: hand-computed vectors, every kind, context parallelism, and what they log."""
+"""The corrections between engine and trainer: hand-computed vectors, every kind, context parallelism, and what they
+log."""
 
 import dataclasses
 import math
@@ -60,7 +61,8 @@ PAIR = from_lists(
     [[-1.0, -1.0], [-2.0, -2.0, -2.0]], [[-1.0, -1.0], [-1.0, -1.0, -1.0]], [[1, 1], [1, 1, 0]], [1.0, -1.0], [0, 0],
     [[-1.0 - 2 * LOG, -1.0], [-1.0 + LOG, -1.0 - LOG, 5.0]],
 )  # fmt: skip
-"""pi_old / mu: (4, 1) with geometric mean 2, and (1/2, 2, masked) with 1; pi_theta has left pi_old by -1 in the second."""
+"""pi_old / mu: (4, 1) with geometric mean 2, and (1/2, 2, masked) with 1; pi_theta has left pi_old by -1 in the
+second."""
 
 
 @pytest.mark.parametrize("settings, expected", [

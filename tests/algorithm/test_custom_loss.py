@@ -60,7 +60,8 @@ def test_the_example_s_value_and_gradient(seed):
 def test_the_example_is_right_over_ranks_and_under_corrections():
     """What a loss that is built of the package's parts gets for nothing."""
     sequences, config = random_sequences(4, width=0.1, gap=0.1), SoftGateConfig(width=0.05)
-    objective = make_objective(soft_gate, Config(loss=config, correction=CorrectionConfig(token="truncate", token_cap=1.02)))
+    correction = CorrectionConfig(token="truncate", token_cap=1.02)
+    objective = make_objective(soft_gate, Config(loss=config, correction=correction))
     batch = make_batch(sequences)
     out = objective(config, batch)
     batches = context_parallel_batches(sequences, 3, lambda t, length: t % 3)

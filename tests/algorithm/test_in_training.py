@@ -1,4 +1,5 @@
-"""Whole runs from saved rollouts with what is chosen in the configuration: own loss, token advantages, sampling rules."""
+"""Whole runs from saved rollouts with what is chosen in the configuration: own loss, token advantages, sampling
+rules."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,7 @@
 """Every loss, with corrections on, gives one gradient on a real model whatever the layout and the split."""
 
 import pytest
+from make_tiny_model import make_tiny_model
 
 from gspo_megatron.algorithm.losses import LOSSES
 from tests.algorithm.layout_runs import all_losses
@@ -19,14 +20,21 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny_qwen3_moe):
-    (result,) = run_ranks(all_losses, 1, str(tiny_qwen3_moe), {}, 1)
+def model(tmp_path_factory):
+    """Four layers, for two pipeline stages of two chunks each."""
+    directory = tmp_path_factory.mktemp("model") / "four_layers"
+    return str(make_tiny_model("qwen3_moe", directory, seed=2, overrides={"num_hidden_layers": 4}))
+
+
+@pytest.fixture(scope="module")
+def one_rank(model):
+    (result,) = run_ranks(all_losses, 1, model, {}, 1)
     return result
 
 
 @pytest.mark.parametrize("world, parallel, splits", LAYOUTS, ids=[f"{p or 'one rank'} {s}" for _, p, s in LAYOUTS])
-def test_every_loss_is_the_same_on(world, parallel, splits, one_rank, tiny_qwen3_moe):
-    results = run_ranks(all_losses, world, str(tiny_qwen3_moe), parallel, splits)
+def test_every_loss_is_the_same_on(world, parallel, splits, one_rank, model):
+    results = run_ranks(all_losses, world, model, parallel, splits)
     for name in [*LOSSES, "overlong", "all_overlong"]:
         for result in results:
             assert result[name] == pytest.approx(one_rank[name], rel=2e-4, abs=1e-6), name

@@ -12,8 +12,9 @@ from tests.algorithm.loss_cases import make_batch, random_sequences
 
 
 def with_reference(batch, seed=0):
-    noise = torch.rand(batch.log_probs.numel(), generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5
-    batch.reference_log_probs = batch.log_probs.detach() + noise
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(batch.log_probs.numel(), generator=generator, dtype=torch.float64)
+    batch.reference_log_probs = batch.log_probs.detach() + noise - 0.5
     return batch
 
 

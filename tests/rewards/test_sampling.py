@@ -1,6 +1,7 @@
 """Dynamic sampling with a made-up source: refilled, bounded, reported; and reward terms added up."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,8 @@ def sample(group, reward, length=2, prompt=0):
 
 
 class Source:
-    """Groups of two samples, numbered from 0 in each call as the collector does; prompt id = the group's overall number."""
+    """Groups of two samples, numbered from 0 in each call as the collector does; prompt id = the group's overall
+    number."""
 
     def __init__(self, spreads):
         self.spreads, self.calls, self.number = itertools.chain(spreads, itertools.repeat(False)), [], itertools.count()
@@ -83,7 +85,7 @@ def test_rounding_noise_is_no_spread():
 def test_terms_are_added_and_logged_one_by_one():
     settings = Config(
         rollout=RolloutConfig(max_response_tokens=10, prompts_per_step=2),
-        reward=RewardConfig(soft_overlong=SoftOverlongConfig(cache_tokens=4), verbosity=VerbosityConfig(coefficient=1.0)),
+        reward=RewardConfig(soft_overlong=SoftOverlongConfig(4), verbosity=VerbosityConfig(coefficient=1.0)),
     )
     rollout = Rollout((sample(0, 1.0, 10), sample(0, 0.0, 2), sample(1, 1.0, 8), sample(1, 1.0, 0)))
     total, parts = add_reward_terms(settings, rollout)
@@ -95,7 +97,6 @@ def test_terms_are_added_and_logged_one_by_one():
 
 def test_spread_is_of_the_whole_reward():
     """Equal task rewards, but one response costs more: the group has something to teach."""
-    settings = config(prompts=1)
-    settings = Config(rollout=settings.rollout, sampling=settings.sampling, reward=RewardConfig(verbosity=VerbosityConfig()))
+    settings = replace(config(prompts=1), reward=RewardConfig(verbosity=VerbosityConfig()))
     _, metrics = collect_groups(settings, lambda number: Rollout((sample(0, 1.0, 2), sample(0, 1.0, 6))))
     assert metrics["sampling/rounds"] == 1 and metrics["reward/verbosity"] == pytest.approx(-0.04)
