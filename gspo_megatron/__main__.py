@@ -1,6 +1,7 @@
-"""The command line: `python -m gspo_megatron check CONFIG`, and `torchrun ... -m gspo_megatron train CONFIG`.
+"""The command line: `python -m gspo_megatron check CONFIG`, and `torchrun ... -m gspo_megatron train CONFIG`; and
+`python -m gspo_megatron compare RUN_A RUN_B`, which exits with 1 where two runs differ.
 
-Both exit with 2 and print every fault, one a line on stderr, when the configuration cannot run.
+The first two exit with 2 and print every fault, one a line on stderr, when the configuration cannot run.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 from gspo_megatron.checks import check_config
+from gspo_megatron.compare import TOLERANCE, compare_runs, comparison_text
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.config_loader import read_config
 from gspo_megatron.layout import layout_of, layout_text, world_step
@@ -25,6 +27,10 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if any(argument.startswith("-") for argument in rest):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if options.command == "compare":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return compare(options.run_a, options.run_b, options.tolerance)
     options.overrides += rest  # overrides that follow an option, which argparse does not put with the others
     if options.command == "check":
         return check(options.config, options.overrides, options.world_size)
@@ -39,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     checker.add_argument("--world-size", type=int, help="ranks that the run will have; default: the fewest that work")
     trainer = commands.add_parser("train", help="train; start it with torchrun, one process a rank")
+    comparer = commands.add_parser("compare", help="say where two runs part; exit 0, 1 beyond the tolerance, or 2")
+    comparer.add_argument("run_a", metavar="RUN_A", help="directory of a run")
+    comparer.add_argument("run_b", metavar="RUN_B", help="directory of another")
+    comparer.add_argument(
+        "--tolerance", type=_tolerance, default=TOLERANCE,
+        help=f"largest difference allowed: absolute, or relative to values above 1 (default {TOLERANCE:g})",
+    )  # fmt: skip
     for command in (checker, trainer):
         command.add_argument("config", metavar="CONFIG", help="YAML file")
         command.add_argument(
@@ -88,6 +101,22 @@ def train(path: str, overrides: list[str]) -> int:
     except ConfigError as error:
         return _refuse(error.faults)
     return 0
+
+
+def compare(run_a: str, run_b: str, tolerance: float) -> int:
+    try:
+        found = compare_runs(run_a, run_b, tolerance)
+    except ValueError as error:
+        return _refuse([str(error)])
+    print(comparison_text(found, tolerance))
+    return 0 if found.equal else 1
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be at least 0")
+    return value
 
 
 def _be_a_single_rank_without_torchrun() -> None:

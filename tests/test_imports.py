@@ -23,6 +23,7 @@ ROOMS = {
     "data": {"config", "types"},
     "metrics": {"config"},
     "report": {"metrics"},
+    "compare": {"metrics"},
 }
 """Room -> other rooms that it may import. What stands in no row (the trainer and its helpers) may import all rooms."""
 OUTSIDE = {"megatron": {"backend"}, "sglang": {"rollout"}}
