@@ -38,14 +38,16 @@ def pipeline_layers(parallel: ParallelConfig, transformer: dict, num_layers: int
     for stage, size in enumerate(sizes):
         if size % chunks:
             raise SplitError(
-                f"parallel.virtual_pipeline: {chunks} with pipeline {stages} does not divide the {size} layers of stage "
-                f"{stage} (of the model's {num_layers} layers); use {alternatives(divisors(size))}"
+                f"parallel.virtual_pipeline: {chunks} with pipeline {stages} does not divide the {size} layers of "
+                f"stage {stage} (of the model's {num_layers} layers); use {alternatives(divisors(size))}"
             )
     layers = [[size // chunks] * chunks for size in sizes]
     layers[0][0] -= EMBEDDING in accounted
     layers[-1][-1] -= LOSS in accounted
     if min(layers[0][0], layers[-1][-1]) < 0:
-        raise SplitError(f"parallel.virtual_pipeline: {chunks} leaves no layer slot for {' and '.join(accounted)}; lower it")
+        raise SplitError(
+            f"parallel.virtual_pipeline: {chunks} leaves no layer slot for {' and '.join(accounted)}; lower it"
+        )
     return layers
 
 
@@ -90,7 +92,7 @@ def _from_layout(parallel: ParallelConfig, layout: str, num_layers: int) -> list
         raise SplitError(
             f"{where} has {len(parts)} chunks, but parallel.pipeline * virtual_pipeline is {wanted}; make them equal"
         )
-    if not flat.startswith("E") or not flat.endswith("L") or flat.count("t") != num_layers or len(flat) != num_layers + 2:
+    if flat != f"E{'t' * num_layers}L":
         raise SplitError(
             f"{where} must start with E, end with L and have {num_layers} t between them, as the model has layers"
         )

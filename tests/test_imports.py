@@ -29,8 +29,8 @@ ROOMS = {
 OUTSIDE = {"megatron": {"backend"}, "sglang": {"rollout"}}
 """Library -> rooms that may import it."""
 WITHOUT_TORCH = {
-    "algorithm_config", "checks", "config", "config_loader", "guards", "layout", "topology", "passthrough", "plugins", "report",
-    "rewards", "yaml_strict",
+    "algorithm_config", "checks", "compare", "config", "config_loader", "guards", "layout", "passthrough", "plugins",
+    "report", "rewards", "topology", "yaml_strict",
 }  # fmt: skip
 """What must be importable at once: no torch outside functions."""
 

@@ -13,8 +13,8 @@ from gspo_megatron.backend.context import GatherTokens, zigzag
 class RMSNorm(nn.RMSNorm):
     """torch's RMSNorm whose weight gradient is reduced over the tensor group under sequence parallelism.
 
-    Megatron's WrappedTorchNorm (`transformer/torch_norm.py`) refuses sequence parallelism; `finalize_model_grads` reduces
-    the gradients of all parameters with the attribute `sequence_parallel`.
+    Megatron's WrappedTorchNorm (`transformer/torch_norm.py`) refuses sequence parallelism; `finalize_model_grads`
+    reduces the gradients of all parameters with the attribute `sequence_parallel`.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **kwargs):
@@ -36,7 +36,7 @@ class PackedAttention(nn.Module):
     ):  # fmt: skip
         super().__init__()
         if attention_type != "self" or (attention_dropout or config.attention_dropout):
-            raise ValueError("PackedAttention is self-attention without dropout; set megatron.transformer.attention_dropout: 0")
+            raise ValueError("PackedAttention is self-attention without dropout; drop megatron.transformer.attention_dropout")
         self.softmax_scale = softmax_scale
         self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
 

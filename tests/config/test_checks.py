@@ -85,6 +85,7 @@ def test_required_keys_are_all_named_at_once():
         (["loss.name=luspo", "loss.clip_high=0.2"], ["loss.clip_high: 0.2", "luspo", "wide_clip"]),
         (["loss.aggregation=token-mean"], ["loss.aggregation: token-mean", "makes the loss GSPO", "[token_mean]"]),
         (["loss.name=gspo_token", "loss.aggregation=token-mean"], ["gspo_token", "loss.name=grpo", "[token_mean]"]),
+        (["regularizer.entropy=0.01"], ["regularizer.entropy: 0.01", "not supported", "set it to 0"]),
         (["loss.log_ratio=sum"], ["loss.log_ratio: sum", "spreads with its length", "use mean", "[summed_ratio]"]),
         (["rollout.top_p=0.9"], ["rollout.top_p: 0.9", "does not model", "use 1.0", "[engine_filter]"]),
         (["rollout.top_k=50"], ["rollout.top_k: 50", "does not model", "use 0", "[engine_filter]"]),
@@ -111,7 +112,7 @@ def test_required_keys_are_all_named_at_once():
         (["loss.name=gspo_token", "advantage.per_token='json:x'"], ["advantage.per_token:", "no function 'x'"]),
         (["parallel.virtual_pipeline=2"], ["parallel.virtual_pipeline: 2", "parallel.pipeline to at least 2"]),
         (["parallel={pipeline: 2, virtual_pipeline: 4}"], ["parallel.virtual_pipeline: 4", "4 layers", "use 1 or 2"]),
-        (["parallel.expert_tensor=3"], ["parallel.expert_tensor: 3", "feed-forward size 32", "use 1, 2, 4, 8, 16 or 32"]),
+        (["parallel.expert_tensor=3"], ["parallel.expert_tensor: 3", "feed-forward size 32", "1, 2, 4, 8, 16 or 32"]),
         (["parallel={tensor: 2, sequence_parallel: false}"], ["parallel.sequence_parallel: false", "set it to true"]),
         (
             ["parallel.context=5", "train.tokens_per_micro_batch=3072"],
