@@ -39,6 +39,7 @@ def one_rank(runs) -> tuple[float, float]:
     return log_probs, gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", sorted({layout.world for layout in CASES}))
 def test_no_layout_adds_an_error_of_its_own(runs, one_rank, world):
     layouts: list[Case] = [layout for layout in CASES if layout.world == world]

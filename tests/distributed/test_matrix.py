@@ -30,7 +30,13 @@ def faults(found: Differences) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("world", sorted({case.world for case in CASES}))
+WORLDS = [
+    pytest.param(world, marks=[pytest.mark.slow] if world > 1 else [])
+    for world in sorted({case.world for case in CASES})
+]
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_a_layout_equals_one_rank(runs, world):
     cases = [case for case in CASES if case.world == world]
     differences = runs.differences(cases)
