@@ -33,7 +33,7 @@ dp: data parallel. Log-likelihood: largest difference of a token, nats. Loss: la
 to the largest loss. Gradient: largest difference of a parameter's gradient over all eight updates, relative to its norm
 (or to a thousandth of the whole gradient's where that is larger: an expert that hardly any token reached has nothing but
 rounding). Parameters: largest difference after two steps, relative to the change; a parameter kept in fp32 is rounded by
-about 1e-4 of what an update changes. Seconds: both steps, all ranks sharing two CPU cores.
+a few 1e-4 of what an update changes. Seconds: both steps, all ranks sharing two CPU cores.
 
 | layout | ranks | log-likelihood | loss | gradient | parameters | seconds |
 | --- | --- | --- | --- | --- | --- | --- |
@@ -63,7 +63,8 @@ part.
 def row(found: Differences) -> str:
     numbers = (found.log_probs, found.loss, found.gradient, found.parameters)
     cells = " | ".join(f"{number:.1e}" for number in numbers)
-    return f"| {found.case.name} | {found.case.world} | {cells} | {found.seconds:.1f} |"
+    name = found.case.name.replace("|", "\\|")
+    return f"| {name} | {found.case.world} | {cells} | {found.seconds:.1f} |"
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from gspo_megatron.algorithm.losses import LOSSES
 from gspo_megatron.algorithm.packing import pack, pad_to, plan_micro_batches
-from gspo_megatron.backend.context import zigzag
+from gspo_megatron.backend.context import ContextParallel, zigzag
+from gspo_megatron.batches import MicroBatch, sequence_batch
 
 
 def test_zigzag_by_hand():
@@ -52,3 +54,21 @@ def test_numbers_of_micro_batches(least, multiple, number):
     plan = plan_micro_batches([10] * 8, num_ranks=2, token_budget=20, least=least, multiple=multiple)
     assert [len(rank) for rank in plan] == [number] * 2
     assert sorted(index for rank in plan for micro_batch in rank for index in micro_batch) == list(range(8))
+
+
+@pytest.mark.parametrize("name", ["gspo", "gspo_token", "grpo"])
+def test_a_loss_takes_one_collective_a_micro_batch(name):
+    """However many sequences the micro-batch has."""
+    packed = pack(
+        [([1, 2], [3, 4]), ([1], [2, 3, 4, 5, 6]), ([1, 2, 3], [])],
+        {"rollout_log_probs": [[-1.0] * 2, [-1.0] * 5, []]},
+        sequence_multiple=4,
+    )
+    context = ContextParallel()
+    context.size, sums = 2, []
+    context.sum = lambda values: sums.append(values.shape) or values
+    micro_batch = MicroBatch(packed, (0, 1, 2), torch.ones(3), torch.zeros(3, dtype=torch.long))
+    log_probs = torch.zeros(packed.labels.numel() // 2, requires_grad=True)
+    config_type, loss = LOSSES[name]
+    loss(config_type(), sequence_batch(micro_batch, log_probs, torch.zeros_like(packed.labels).float(), context))
+    assert len(sums) == 1 and sums[0][0] == 3
