@@ -299,11 +299,12 @@ class RegularizerConfig:
     """Terms added to the loss, weighed over tokens and sequences as the loss weighs them."""
 
     kl: float = 0.0
-    """Coefficient of the divergence from the reference policy; 0 holds no reference policy."""
+    """Coefficient of the divergence from the policy that the run started from, whose weights are held in host memory;
+    0 holds none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of log r = log pi_ref - log pi_theta: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
     entropy: float = 0.0
-    """Coefficient of the entropy bonus; 0 computes no entropies."""
+    """Coefficient of the entropy bonus. Only 0 is supported by this version."""
 
 
 @dataclass(frozen=True)

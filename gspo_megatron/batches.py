@@ -96,7 +96,8 @@ class RolloutArrays:
 @dataclass(frozen=True)
 class MicroBatch:
     packed: PackedTokens
-    """`values` holds "rollout_log_probs", and "advantages" where each token has its own."""
+    """`values` holds "rollout_log_probs", "advantages" where each token has its own, and "reference_log_probs" where
+    there is a reference policy."""
     samples: tuple[int, ...]
     """[N] indices into the step's samples."""
     advantages: Tensor
@@ -122,9 +123,9 @@ def plan_rank(
     """[mini-batch][micro-batch] of one data-parallel rank; every rank has as many micro-batches in a mini-batch.
 
     Mini-batches are whole groups in the order of the rollout. Context parallelism pads each sequence, and the budget
-    holds with that padding. `token_advantages` [M][R] take the place of `advantages` [M]. Samples of `drop` [M] bool are
-    left out, of the loss's sum and of its count. `whole_groups` keeps the samples of a group in one micro-batch. Raises
-    ValueError for a sequence (a group) longer than `token_budget`.
+    holds with that padding. `token_advantages` [M][R] take the place of `advantages` [M]. Samples of `drop` [M] bool
+    are left out, of the loss's sum and of its count. `whole_groups` keeps the samples of a group in one micro-batch.
+    Raises ValueError for a sequence (a group) longer than `token_budget`.
     """
     pieces = sequence_multiple(parallel)
     lengths = -(-arrays.lengths // pieces) * pieces
@@ -140,11 +141,9 @@ def plan_rank(
         )[data_rank]  # fmt: skip
         if not units:  # every sample dropped: micro-batches of padding, so that the schedule runs
             plan = [[]] * (-(-least_micro_batches // multiple) * multiple)
+        chosen = [[sample for unit in units_of_one for sample in units[unit]] for units_of_one in plan]
         mini_batches.append(
-            [
-                _micro_batch(arrays, advantages, [s for unit in chosen for s in units[unit]], parallel, token_advantages)
-                for chosen in plan
-            ]
+            [_micro_batch(arrays, advantages, samples, parallel, token_advantages) for samples in chosen]
         )
     return mini_batches
 
@@ -190,7 +189,7 @@ def sequence_batch(
     def mine(values: Tensor) -> Tensor:
         return values[positions.to(values.device)][:num_tokens].to(device)
 
-    token_advantages = packed.values.get("advantages")
+    token_advantages, reference = packed.values.get("advantages"), packed.values.get("reference_log_probs")
     batch = SequenceBatch(
         log_probs=log_probs[:num_tokens],
         old_log_probs=mine(old_log_probs),
@@ -201,6 +200,7 @@ def sequence_batch(
         cu_seqlens=packed.cu_seqlens[: packed.num_sequences + 1].to(device) // context.size,
         groups=micro_batch.groups.to(device),
         counts_sequences=context.counts_sequences,
+        reference_log_probs=None if reference is None else mine(reference),
     )
     if context.size > 1:
         owner = batch.token_sequence

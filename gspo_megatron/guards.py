@@ -30,7 +30,8 @@ def algorithm_faults(config: Config) -> list[str]:
     for name, (_, rule) in _GUARDS.items():
         if name not in config.loss.i_know_what_i_do:
             faults += [f"{fault}, or set loss.i_know_what_i_do=[{name}]" for fault in rule(config)]
-    return faults + [*_bands(config), *_advantages(config), *_groups(config), *_overlong(config)]
+    faults += [*_bands(config), *_advantages(config), *_groups(config), *_overlong(config), *_entropy(config)]
+    return faults
 
 
 def _wide_clip(config: Config) -> Iterable[str]:
@@ -179,7 +180,7 @@ def _groups(config: Config) -> Iterable[str]:
         yield (
             f"train.tokens_per_micro_batch: {config.train.tokens_per_micro_batch} is less than a group's longest "
             f"samples together, which loss.name={config.loss.name} compares in one micro-batch: "
-            f"rollout.samples_per_prompt ({samples}) times prompt and response, {longest}; raise it, or lower the lengths"
+            f"rollout.samples_per_prompt ({samples}) times prompt and response, {longest}; raise it, or lower them"
         )
 
 
@@ -189,4 +190,12 @@ def _overlong(config: Config) -> Iterable[str]:
         yield (
             f"reward.soft_overlong.cache_tokens: {penalty.cache_tokens} is more than rollout.max_response_tokens "
             f"({limit}), so that every response is punished; lower it"
+        )
+
+
+def _entropy(config: Config) -> Iterable[str]:
+    if config.regularizer.entropy:
+        yield (
+            f"regularizer.entropy: {config.regularizer.entropy} is not supported by this version, whose output layer "
+            "gives log-probs and no entropies; set it to 0"
         )

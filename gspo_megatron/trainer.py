@@ -138,6 +138,10 @@ class Run:
             flat = self.policy.log_likelihoods([micro_batch.packed for micro_batch in micro_batches])
             self._gap = self._sum_gap(gap_sums(micro_batches, flat))
             self._check_gap(self._gap)
+        if self.config.regularizer.kl:
+            reference = self.policy.reference_log_likelihoods([micro_batch.packed for micro_batch in micro_batches])
+            for micro_batch, values in zip(micro_batches, reference, strict=True):
+                micro_batch.packed.values["reference_log_probs"] = values
         remaining = iter(flat)
         return [[next(remaining) for _ in mini_batch] for mini_batch in mini_batches]
 

@@ -20,6 +20,7 @@ from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.model import build_model
 from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
 from gspo_megatron.backend.parameters import global_parameters, place_of_rank, places_of_all_ranks
+from gspo_megatron.backend.reference import ReferenceWeights
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.weights.export import export_hf_tensors
 from gspo_megatron.weights.families import FAMILIES, Family
@@ -36,7 +37,7 @@ The tokens are those at `mesh.context.positions(cu_seqlens)`: all T in order wit
 
 class UpdateResult(NamedTuple):
     metrics: dict[str, Tensor]
-    """Sums over all micro-batches, data- and context-parallel ranks (`*_min`, `*_max`: the extremes), known to all ranks.
+    """Sums over all micro-batches, data- and context-parallel ranks (`*_min`, `*_max`: extremes), known to all ranks.
     `loss_sum` and `loss_count` are among them."""
     grad_norm: float
     """Global norm before clipping."""
@@ -61,6 +62,7 @@ class Policy:
         load_parameters(global_parameters(chunks, self._place), blocks, reader)
         self.chunks = wrap_for_training(chunks, config)
         self.params = global_parameters(self.chunks, self._place)
+        self._reference = ReferenceWeights(self.params) if config.regularizer.kl else None
         self._optimizer, self._scheduler = build_optimizer(self.chunks, config) if train else (None, None)
         self.hf_shapes = hf_shapes(self.family, self.shape)
         self._buckets = plan_buckets(
@@ -82,6 +84,11 @@ class Policy:
         shards = self.mesh.from_last_stage(shards, "log-likelihoods of the last pipeline stage")
         with self.mesh.waiting_for("log-likelihoods of context-parallel ranks"):
             return self.mesh.context.gather(shards, bounds)
+
+    def reference_log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
+        """As `log_likelihoods`, of the weights that the policy had at the start; wants `regularizer.kl` above 0."""
+        with self._reference.in_place():
+            return self.log_likelihoods(micro_batches)
 
     def sequence_log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
         """log pi(y_i | x_i) of every sequence, fp32 [N] a micro-batch, nats, summed over its response tokens; on all
@@ -173,7 +180,7 @@ class Policy:
         return [pad_to(batch, length) for batch in padded]
 
     def _gather_metrics(self, outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Reduce over micro-batches, data- and context-parallel ranks, then tell the other pipeline stages (rank 0 is on the first).
+        """Reduce over micro-batches, data- and context-parallel ranks, then tell the other pipeline stages.
 
         Minima travel as negated maxima, so that there are two all-reduces, whatever the number of metrics.
         """

@@ -6,7 +6,7 @@ import torch
 from gspo_megatron.algorithm.advantages import group_advantages
 from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
 from gspo_megatron.algorithm.objective import make_objective
-from gspo_megatron.algorithm_config import GROUP_LOSSES, CorrectionConfig
+from gspo_megatron.algorithm_config import GROUP_LOSSES, CorrectionConfig, RegularizerConfig
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy
 from gspo_megatron.batches import MicroBatch, RolloutArrays, mini_batch_loss, plan_rank
@@ -47,16 +47,55 @@ def with_policies_apart(micro_batch: MicroBatch, log_probs: torch.Tensor) -> tor
     return old
 
 
-def all_losses(model: str, parallel: dict, least_micro_batches: int) -> dict[str, dict[str, float]]:
-    """Loss name -> loss, gradient norm and metrics of one update; `overlong` is gspo without the truncated samples."""
-    config = Config(
+def make_config(model: str, parallel: dict, **sections) -> Config:
+    return Config(
         model=ModelConfig(hf=model),
         parallel=ParallelConfig(**parallel),
-        optimizer=OptimizerConfig(lr=1e-30),  # below what a float32 weight can move by
         train=TrainConfig(dtype="fp32", tokens_per_micro_batch=10_000),
         rollout=RolloutConfig(replay="unused"),
-        correction=CORRECTION,
+        **sections,
     )
+
+
+def with_reference(model: str, parallel: dict, estimator: str) -> list[dict[str, float]]:
+    """Three large updates of grpo with a divergence: its metric, the gradient norm, and whether the weights are
+    bit for bit what they were after the reference had their place."""
+    regularizer = RegularizerConfig(kl=1.0, kl_estimator=estimator)
+    config = make_config(model, parallel, optimizer=OptimizerConfig(lr=1e-2, eps=1e-2), regularizer=regularizer)
+    mesh = Mesh.create(config.parallel, seed=1, timeout_s=60)
+    try:
+        policy = Policy(config, mesh)
+        return [_regularized_update(config, mesh, policy) for _ in range(3)]
+    finally:
+        mesh.close()
+
+
+def _regularized_update(config: Config, mesh: Mesh, policy: Policy) -> dict[str, float]:
+    arrays = make_rollout()
+    (mini_batch,) = plan_rank(
+        arrays, torch.linspace(-1, 1, 16), num_mini_batches=1, token_budget=10_000, data_rank=mesh.data_rank,
+        data_size=mesh.data_size, parallel=config.parallel,
+    )  # fmt: skip
+    packed = [micro_batch.packed for micro_batch in mini_batch]
+    old = policy.log_likelihoods(packed)
+    before = {name: param.detach().clone() for name, param in policy.params.items()}
+    for micro_batch, values in zip(mini_batch, policy.reference_log_likelihoods(packed), strict=True):
+        micro_batch.packed.values["reference_log_probs"] = values
+    unchanged = all(torch.equal(param, before[name]) for name, param in policy.params.items())
+    objective = make_objective(LOSSES["grpo"][1], config)
+    loss = mini_batch_loss(objective, LOSSES["grpo"][0](), mini_batch, old, mesh.describe(), mesh.context)
+    result = policy.update(packed, loss)
+    return {
+        "unchanged": unchanged,
+        "kl": float(result.metrics["regularizer/kl"] / result.metrics["regularizer/kl_count"]),
+        "grad_norm": result.grad_norm,
+    }
+
+
+def all_losses(model: str, parallel: dict, least_micro_batches: int) -> dict[str, dict[str, float]]:
+    """Loss name -> loss, gradient norm and metrics of one update; `overlong` is gspo without the truncated samples."""
+    still = OptimizerConfig(lr=1e-30)  # below what a float32 weight can move by
+    config = make_config(model, parallel, optimizer=still, correction=CORRECTION)
     mesh = Mesh.create(config.parallel, seed=1, timeout_s=60)
     try:
         policy = Policy(config, mesh)

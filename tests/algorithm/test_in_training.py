@@ -77,3 +77,8 @@ def test_old_log_probs_from_the_rollout_skip_the_pass(run):
     assert first["time/log_likelihood_s"] < 0.05
     assert first["correction/token_ratio_mean"] == pytest.approx(1.0)
     assert first["rollout/logprob_gap_mean"] > 0
+
+
+def test_a_reference_divergence_is_logged(run):
+    first, second = run(1, "regularizer.kl=0.1", "optimizer.lr=1e-2")
+    assert 0 <= first["regularizer/kl"] < second["regularizer/kl"]

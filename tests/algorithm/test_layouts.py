@@ -4,7 +4,7 @@ import pytest
 from make_tiny_model import make_tiny_model
 
 from gspo_megatron.algorithm.losses import LOSSES
-from tests.algorithm.layout_runs import all_losses
+from tests.algorithm.layout_runs import all_losses, with_reference
 from tests.ranks import run_ranks
 
 LAYOUTS = [
@@ -53,3 +53,15 @@ def test_overlong_responses_leave_the_sum_and_the_count(one_rank):
     assert one_rank["gspo"]["loss_count"] == 16 and one_rank["overlong"]["loss_count"] == 12
     assert one_rank["overlong"]["grad_norm"] != pytest.approx(one_rank["gspo"]["grad_norm"], rel=1e-3)
     assert one_rank["all_overlong"] == {"loss_sum": 0.0, "loss_count": 0.0, "grad_norm": 0.0}
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_the_reference_is_the_start_and_leaves_the_policy_as_it_is(estimator, model):
+    """No divergence before the first update, some after it; the same on other layouts."""
+    (one,) = run_ranks(with_reference, 1, model, {}, estimator)
+    assert all(step["unchanged"] for step in one)
+    assert one[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert min(one[1]["kl"], one[2]["kl"]) > 1e-3
+    for parallel in ({"context": 2}, {"pipeline": 2}):
+        for result in run_ranks(with_reference, 2, model, parallel, estimator):
+            assert result == [pytest.approx(step, rel=1e-3, abs=1e-8) for step in one]
