@@ -28,7 +28,7 @@ def run_ranks(function: Callable, world_size: int, *args, timeout_s: float = 180
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     processes = [
-        _context.Process(target=_rank_main, args=(function, rank, world_size, port, results, args), daemon=True)
+        _context.Process(target=_rank_main, args=(function, rank, world_size, port, results, args))
         for rank in range(world_size)
     ]
     for process in processes:

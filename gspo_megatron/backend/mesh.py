@@ -119,6 +119,13 @@ class Mesh:
             dist.all_reduce(tensor, group=self.data)
         return tensor
 
+    def any_rank(self, value: bool, what: str) -> bool:
+        """True on all ranks where it is so on one of them."""
+        flag = torch.tensor(int(value))
+        with self.waiting_for(what):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.world)
+        return bool(flag)
+
     def broadcast_object(self, value, what: str):
         """`value` of rank 0 on all ranks."""
         box = [value]

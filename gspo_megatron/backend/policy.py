@@ -4,6 +4,7 @@ Shape legend: N sequences in a micro-batch, T packed tokens of it, S = T / conte
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from gspo_megatron.algorithm.loss_metrics import add_metrics
 from gspo_megatron.algorithm.losses import LossOutput
 from gspo_megatron.algorithm.packing import PackedTokens, pack, pad_to, sequence_multiple
+from gspo_megatron.backend.checkpoint import load_policy, save_policy
 from gspo_megatron.backend.context import ContextParallel
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.model import build_model
@@ -115,6 +117,16 @@ class Policy:
         learning_rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else 0.0
         self._scheduler.step(1)
         return UpdateResult(metrics, float(grad_norm), float(learning_rate))
+
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, schedule and generators into the existing, empty `directory`."""
+        with self.mesh.waiting_for("other ranks writing a checkpoint"):
+            save_policy(directory, self.chunks, self._optimizer, self._scheduler)
+
+    def load(self, directory: Path, same_layout: bool) -> None:
+        """Take up what `save` wrote, on this or another layout; generators only on the same one."""
+        with self.mesh.waiting_for("other ranks reading a checkpoint"):
+            load_policy(directory, self.chunks, self._optimizer, self._scheduler, same_layout)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as HF tensors, on rank 0; other ranks get none, but must run the iterator to its end."""
