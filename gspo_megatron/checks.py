@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from gspo_megatron.config import Config
+from gspo_megatron.checkpoints import find_checkpoint
+from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.guards import GUARDS, algorithm_faults
 from gspo_megatron.model_files import ModelInfo, read_model, tokenizer_faults, weight_faults
 from gspo_megatron.plugins import MODULE_FUNCTION
+from gspo_megatron.resume import changed_faults
 from gspo_megatron.topology import alternatives, divisors, model_faults, world_faults
 
 __all__ = ["GUARDS", "RANGES", "check_config"]
@@ -79,6 +81,9 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.launch.ready_timeout_s": above(0),
     "weights.bucket_mib": above(0),
     "weights.timeout_s": above(0),
+    "checkpoint.every": at_least(0),
+    "checkpoint.keep": at_least(1),
+    "checkpoint.keep_every": at_least(0),
     "data.max_prompt_tokens": at_least(1),
     "reward.timeout_s": above(0),
     "reward.workers": at_least(1),
@@ -92,12 +97,14 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """Key -> the values allowed, in words and as a test."""
 
 
-def check_config(config: Config, world_size: int | None = None) -> list[str]:
+def check_config(config: Config, world_size: int | None = None, earlier_run: bool = True) -> list[str]:
     """All faults of `config`, one line each; an empty list means that it can run on `world_size` ranks.
 
-    Without a world size the rules about it are left out.
+    Without a world size the rules about it are left out, and without `earlier_run` those about what run.dir holds.
     """
     faults = [*_ranges(config), *_run(config), *_sources(config)]
+    if earlier_run:
+        faults += _earlier_run(config)
     faults += algorithm_faults(config)
     faults += [*_data(config), *_reward(config), *_batches(config), *_timeouts(config), *_metrics(config)]
     model = None
@@ -141,10 +148,21 @@ def _run(config: Config) -> Iterable[str]:
     directory = Path(run.dir)
     if directory.exists() and not directory.is_dir():
         yield f"run.dir: {run.dir!r} is a file; give a directory"
-    elif (directory / "metrics.jsonl").exists() and not run.overwrite:
+
+
+def _earlier_run(config: Config) -> Iterable[str]:
+    """What is in run.dir already: a checkpoint to go on from, if settings allow it, or results in the way."""
+    try:
+        saved = find_checkpoint(config) if config.run.dir else None
+    except ConfigError as error:
+        yield from error.faults
+        return
+    if saved is not None:
+        yield from changed_faults(config, saved)
+    elif (Path(config.run.dir) / "metrics.jsonl").exists() and not config.run.overwrite:
         yield (
-            f"run.dir: {run.dir!r} holds metrics.jsonl of an earlier run; choose another directory, "
-            "or set run.overwrite=true to replace that run"
+            f"run.dir: {config.run.dir!r} holds metrics.jsonl of an earlier run and no checkpoint to go on from; choose "
+            "another directory, or set run.overwrite=true to replace that run"
         )
 
 

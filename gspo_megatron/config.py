@@ -37,7 +37,11 @@ class RunConfig:
     seed: int = 1
     """Seeds the order of prompts, the servers' sampling, and Megatron's generators."""
     overwrite: bool = False
-    """Replace what an earlier run left in `run.dir`; without it such a directory is refused."""
+    """Replace what an earlier run left in `run.dir`. Without it a run goes on from the last checkpoint there, and a
+    directory with metrics but no checkpoint is refused."""
+    allow_changed: tuple[str, ...] = ()
+    """Keys (`optimizer.lr`) or sections (`optimizer`) that may differ from those of the checkpoint that a run goes on
+    from. Layout, steps, checkpoints, metrics writers, servers and timeouts may always."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,22 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run needs to go on after its end, in run.dir/checkpoints. The same command goes on from the last of them."""
+
+    save: bool = True
+    """Write checkpoints at all. Without them SIGTERM and SIGUSR1 end a run at once."""
+    every: int = 20
+    """Steps from one checkpoint to the next; 0 writes one at the end and on SIGTERM or SIGUSR1 only."""
+    keep: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this number of steps are kept for good; 0 keeps none of them."""
+    fall_back: bool = False
+    """Where the last checkpoint is damaged, go on from the newest whole one before it, instead of refusing."""
+
+
+@dataclass(frozen=True)
 class MegatronConfig:
     """Pass-through to Megatron-Core's own dataclasses; keys are checked against their fields, and a key that one of our
     sections or the model's config.json decides is refused."""
@@ -235,6 +255,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
 
 

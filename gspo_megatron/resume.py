@@ -1,0 +1,99 @@
+"""What may differ between a run and the checkpoint that it goes on from. No torch here."""
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gspo_megatron.checkpoints import SavedRun
+from gspo_megatron.config import Config
+
+FREE = (
+    "run.dir", "run.overwrite", "run.allow_changed", "model.hf", "parallel", "metrics", "export", "checkpoint", "weights",
+    "train.steps", "train.tokens_per_micro_batch", "train.timeout_s",
+    "rollout.servers", "rollout.launch", "rollout.concurrency", "rollout.request_timeout_s", "rollout.retries",
+    "rollout.save", "rollout.replay", "rollout.max_logprob_gap",
+    "reward.timeout_s", "reward.workers",
+    "megatron.transformer.recompute_granularity", "megatron.transformer.recompute_method",
+    "megatron.transformer.recompute_num_layers",
+)  # fmt: skip
+"""Keys and sections that change where and how fast a run goes, not what it computes. `model.hf` is judged by what its
+config.json says, for a checkpoint may be moved; `train.steps` with a schedule that ends at them is not free."""
+
+IGNORED_OF_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
+"""Keys of config.json that say nothing about the model. Its type is train.dtype here."""
+
+NOTHING = "(not given)"
+
+
+def changed_faults(config: Config, saved: SavedRun) -> Iterable[str]:
+    """One line for each setting that differs from the checkpoint's and is neither free nor in `run.allow_changed`."""
+    allowed = config.run.allow_changed
+    now, then = flat(as_json(config)), flat(saved.config)
+    sections = {name[:end] for name in {**now, **then} for end in _ends(name)}
+    for name in allowed:
+        if name not in sections:
+            yield f"run.allow_changed: {name!r} is no key and no section of the configuration; correct it"
+    default = flat(as_json(Config()))
+    where = f"the checkpoint {saved.directory}"
+    for name in sorted({**now, **then}):
+        # a key that is newer than the checkpoint was at its default then
+        old, new = then.get(name, default.get(name, NOTHING)), now.get(name, NOTHING)
+        if old == new or _covered(name, allowed) or (_covered(name, FREE) and not _decides_schedule(name, config)):
+            continue
+        yield (
+            f"{name}: {_text(new)}, but {where} was made with {_text(old)}; restore it, or add {name} to "
+            "run.allow_changed to go on with the new value"
+        )
+    if not _covered("model.hf", allowed):
+        yield from _model_faults(config, saved, where)
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """The configuration in JSON values, as a checkpoint keeps it."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> value."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        elif value not in ({}, None):  # an empty or absent section is as none
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def _ends(name: str) -> list[int]:
+    """Where the sections of a dotted path end, and itself."""
+    return [index for index, letter in enumerate(name) if letter == "."] + [len(name)]
+
+
+def _covered(name: str, keys: Iterable[str]) -> bool:
+    return any(name == key or name.startswith(f"{key}.") for key in keys)
+
+
+def _decides_schedule(name: str, config: Config) -> bool:
+    return name == "train.steps" and config.optimizer.schedule != "constant"
+
+
+def _model_faults(config: Config, saved: SavedRun, where: str) -> Iterable[str]:
+    path = Path(config.model.hf) / "config.json"
+    try:
+        model = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # the rules about the model say what is wrong with it
+    now, then = flat(model), flat(saved.model)
+    for name in sorted({**now, **then}):
+        old, new = then.get(name, NOTHING), now.get(name, NOTHING)
+        if old != new and not _covered(name, IGNORED_OF_MODEL):
+            yield (
+                f"model.hf: {path} has {name} = {_text(new)}, but {where} is of a model with {_text(old)}; give that "
+                "model, or another run.dir"
+            )
+
+
+def _text(value: Any) -> str:
+    return value if value == NOTHING else json.dumps(value)
