@@ -1,7 +1,8 @@
 """The command line: `python -m gspo_megatron check CONFIG`, and `torchrun ... -m gspo_megatron train CONFIG`; and
 `python -m gspo_megatron compare RUN_A RUN_B`, which exits with 1 where two runs differ.
 
-The first two exit with 2 and print every fault, one a line on stderr, when the configuration cannot run.
+The first two exit with 2 and print every fault, one a line on stderr, when the configuration cannot run. `train` goes on
+from the last checkpoint in run.dir; SIGTERM or SIGUSR1 have it finish the step, save, and exit with 75.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from gspo_megatron.model_files import read_model
 
 REFUSED = 2
 """Exit status of a configuration that cannot run."""
+STOPPED = 75
+"""Exit status of a rank that SIGTERM or SIGUSR1 ended early, with a checkpoint: start again to go on (EX_TEMPFAIL)."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,12 +63,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def find_faults(path: str, overrides: list[str], world_size: int | None) -> tuple[Config, list[str]]:
+def find_faults(
+    path: str, overrides: list[str], world_size: int | None, earlier_run: bool = True
+) -> tuple[Config, list[str]]:
     """The configuration, and every fault of the file and of the rules."""
     config, faults = read_config(path, overrides)
     # A key that could not be read is at its default by now: what the rules say of it would mislead.
     unread = {fault.split(":")[0] for fault in faults}
-    faults += [fault for fault in check_config(config, world_size) if fault.split(":")[0] not in unread]
+    faults += [fault for fault in check_config(config, world_size, earlier_run) if fault.split(":")[0] not in unread]
     return config, faults
 
 
@@ -84,10 +89,12 @@ def check(path: str, overrides: list[str], world_size: int | None) -> int:
 
 
 def train(path: str, overrides: list[str]) -> int:
-    """Every rank judges the configuration for itself, before a process group starts, so that none waits for another."""
-    config, faults = find_faults(path, overrides, int(os.environ.get("WORLD_SIZE", "1")))
+    """Every rank judges the configuration for itself, before a process group starts, so that none waits for another;
+    only what run.dir holds is for rank 0, which writes there as soon as it has looked."""
+    first = os.environ.get("RANK", "0") == "0"
+    config, faults = find_faults(path, overrides, int(os.environ.get("WORLD_SIZE", "1")), earlier_run=first)
     if faults:
-        return _refuse(faults) if os.environ.get("RANK", "0") == "0" else REFUSED
+        return _refuse(faults) if first else REFUSED
     import torch  # here, because `check` does without
 
     from gspo_megatron.notices import hide_known_notices
@@ -97,10 +104,10 @@ def train(path: str, overrides: list[str]) -> int:
     from gspo_megatron.trainer import train as run
 
     try:
-        run(config)
+        stopped = run(config)
     except ConfigError as error:
         return _refuse(error.faults)
-    return 0
+    return STOPPED if stopped else 0
 
 
 def compare(run_a: str, run_b: str, tolerance: float) -> int:

@@ -58,7 +58,8 @@ class PromptSource:
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "data.train: the prompts, data.shuffle or run.seed are not those of the checkpoint's run, so its "
-                "position means nothing here; restore them, or start a new run.dir"
+                "position means nothing here; restore them, add data.train to run.allow_changed to begin with these, or "
+                "start a new run.dir"
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._epoch_order(self._epoch)

@@ -17,6 +17,12 @@ _ALWAYS = (
     r"full_param_layout not provided",  # DDP of megatron-core 0.19 computes it, as it should
     # names that Megatron-Core still uses and torch renames
     r"`torch\.distributed\.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
+    r"`load_state_dict` is deprecated and will be removed in future versions",
+    # how megatron-core 0.19 reads the common part of a checkpoint, by each rank for itself
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
+    r"The argument order of load has been changed",
+    r"MCore's async save is deprecated",  # said by every save, asynchronous or not
     r"full scope is deprecated\. Use empty cuda_graph",
     r"MimoModelConfig is experimental",
     r"`sequence_parallel` is set to `True`, but tensor model parallel size is 1",

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from gspo_megatron.checkpoints import SavedRun
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.data import load_dataset
 from gspo_megatron.rewards.scorer import Scorer
@@ -34,6 +35,13 @@ class ReplaySource:
     def __init__(self, config: Config):
         self._directory = config.rollout.replay
         load_rollout(self._directory, 0)  # a wrong directory is found before the model is built
+
+    def position(self) -> None:
+        """No position of its own: the step says which file."""
+        return None
+
+    def restore(self, saved: SavedRun) -> None:
+        return None
 
     def collect(self, step: int) -> Rollout:
         return load_rollout(self._directory, step)
@@ -102,6 +110,26 @@ class LiveSource:
         if self._config.rollout.save:
             save_rollout(rollout, Path(self._config.run.dir) / "rollouts", step)
         return rollout
+
+    def position(self) -> dict[str, Any]:
+        """Where in the prompts the next step begins, as JSON values."""
+        return self.prompts.state()
+
+    def restore(self, saved: SavedRun) -> None:
+        """Go on with the prompts where the checkpoint's run was.
+
+        After a run of saved rollouts that is where a run with servers would be. Raises ConfigError where the prompts are
+        others; with `data.train` in run.allow_changed they are taken from their beginning.
+        """
+        if saved.data is None:
+            self.prompts.next(saved.step * self._config.rollout.prompts_per_step)
+        elif {"data", "data.train"} & set(self._config.run.allow_changed):
+            try:
+                self.prompts.restore(saved.data)
+            except ConfigError:
+                self._report("data.train: other prompts than the checkpoint's, taken from their beginning")
+        else:
+            self.prompts.restore(saved.data)
 
     def connect_weights(self, shapes: dict[str, tuple[int, ...]], engine_name: Callable[[str], str], backend: str) -> None:
         """Join the servers for weight updates; `shapes` are all HF tensors that a sync sends."""

@@ -1,8 +1,9 @@
-"""The training loop: collect, advantages, pack, log-likelihoods, updates, sync, log."""
+"""The training loop: collect, advantages, pack, log-likelihoods, updates, sync, log, save."""
 
 import contextlib
 import dataclasses
 import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -18,25 +19,32 @@ from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
 from gspo_megatron.algorithm.loss_metrics import add_metrics
 from gspo_megatron.algorithm.objective import make_objective
 from gspo_megatron.algorithm_config import GROUP_LOSSES
+from gspo_megatron.backend.checkpoint import CheckpointError
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy, UpdateResult
 from gspo_megatron.batches import MicroBatch, RolloutArrays, gap_sums, mini_batch_loss, plan_rank
-from gspo_megatron.config import Config
+from gspo_megatron.checkpoints import SavedRun, begin, checkpoints_dir, find_checkpoint, finish
+from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.metrics import MetricsWriter, Progress
 from gspo_megatron.plugins import load_function, load_loss
+from gspo_megatron.resume import as_json
 from gspo_megatron.run_dir import prepare_run_dir
 from gspo_megatron.sources import LiveSource, ReplaySource
-from gspo_megatron.weights.hf_files import write_hf_checkpoint
+from gspo_megatron.stop import StopRequest
+from gspo_megatron.weights.hf_files import read_hf_config, write_hf_checkpoint
 
 
-def train(config: Config) -> None:
-    """One training run on the ranks that torchrun started. Collective.
+def train(config: Config) -> bool:
+    """One training run on the ranks that torchrun started, from its last checkpoint where it has one. Collective.
 
-    Raises ConfigError for bad input, before a process group starts wherever one rank can see it.
+    True when SIGTERM or SIGUSR1 ended it early, with a checkpoint to go on from. Raises ConfigError for bad input, before
+    a process group starts wherever one rank can see it.
     """
-    with Run(config) as run:
-        run.sync_weights(version=0)
-        for step in range(config.train.steps):
+    with Run(config) as run, StopRequest(config.checkpoint.save) as stop:
+        if run.is_complete:
+            return False
+        run.sync_weights(version=run.first_step)
+        for step in range(run.first_step, config.train.steps):
             started = time.monotonic()
             with run.timed("time/rollout_s"):
                 rollout = run.collect(step)
@@ -52,7 +60,11 @@ def train(config: Config) -> None:
             with run.timed("time/weight_sync_s"):
                 run.sync_weights(version=step + 1)
             run.log(step, rollout, advantages, updates, seconds=time.monotonic() - started)
+            if run.save_if_due(step + 1, stop.requested):
+                return True
         run.export()
+        run.save(config.train.steps)
+    return False
 
 
 class Run:
@@ -60,6 +72,7 @@ class Run:
 
     def __init__(self, config: Config):
         self.config = config
+        self._saved: SavedRun | None = None
         loss = LOSSES[config.loss.name][1] if config.loss.name in LOSSES else load_loss(config.loss.name)[1]
         self._loss = make_objective(loss, config)
         self._seconds: dict[str, float] = defaultdict(float)
@@ -75,20 +88,49 @@ class Run:
         self._stack.close()
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Rank 0 first sees to data, reward and servers, which can fail for reasons of the user's."""
+        """Rank 0 first sees to data, reward and servers, which can fail for reasons of the user's.
+
+        It alone looks at run.dir, into which it writes at once, and tells the others what to go on from.
+        """
         config, self.source = self.config, None
         if is_rank_zero():
-            run_dir = prepare_run_dir(config)
-            self.source = ReplaySource(config) if config.rollout.replay else LiveSource(config, report)
-            stack.callback(self.source.close)
-            self._writer = stack.enter_context(MetricsWriter(config.metrics, run_dir, dataclasses.asdict(config)))
-            self._progress = Progress(config.train.steps)
+            self._saved = find_checkpoint(config)
+            if self.is_complete:
+                report(f"{self._saved.directory}: all {config.train.steps} train.steps are done; raise it to go on")
+            else:
+                self._open_source(stack)
         self.mesh = Mesh.create(config.parallel, config.run.seed, config.train.timeout_s)
         stack.callback(self.mesh.close)
+        self._saved = self.mesh.broadcast_object(self._saved, "what rank 0 found in run.dir")
+        if self.is_complete:
+            return
         self.policy = Policy(config, self.mesh)
+        if self._saved is not None:
+            self._load(self._saved)
         if isinstance(self.source, LiveSource):
             backend = "nccl" if self.mesh.device.type == "cuda" else "gloo"
             self.source.connect_weights(self.policy.hf_shapes, self.policy.family.engine_name, backend)
+
+    def _open_source(self, stack: contextlib.ExitStack) -> None:
+        config = self.config
+        run_dir = prepare_run_dir(config, self._saved)
+        self.source = ReplaySource(config) if config.rollout.replay else LiveSource(config, report)
+        stack.callback(self.source.close)
+        if self._saved is not None:
+            self.source.restore(self._saved)
+        self._writer = stack.enter_context(
+            MetricsWriter(config.metrics, run_dir, dataclasses.asdict(config), first_step=self.first_step)
+        )
+        self._progress = Progress(config.train.steps)
+
+    @property
+    def first_step(self) -> int:
+        return self._saved.step if self._saved else 0
+
+    @property
+    def is_complete(self) -> bool:
+        """True where a checkpoint of the last step is there."""
+        return self.first_step >= self.config.train.steps
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -158,14 +200,15 @@ class Run:
         """Bring the servers to the policy's weights as `version`; all ranks hand in their shards."""
         if self.config.rollout.replay:
             return
-        prove = version == 0 and self.config.weights.prove_coverage
+        first = version == self.first_step
+        prove = first and self.config.weights.prove_coverage
         if self.source is None:
             for _ in range(2 if prove else 1):
                 for _ in self.policy.hf_tensors():
                     pass
         else:
             sent = self.source.send_weights(self.policy.hf_tensors, version, prove)
-            if version == 0:
+            if first:
                 report(
                     f"weights: {sent.num_tensors} tensors, {sent.num_bytes / 2**20:.1f} MiB in {sent.num_buckets} "
                     f"bucket(s), {sent.seconds:.2f} s" + ("; every parameter of the servers proven covered" if prove else "")
@@ -194,6 +237,70 @@ class Run:
         self._seconds.clear()
         self._writer.write(step, metrics)
         self._progress.step(step, metrics)
+
+    def save_if_due(self, step: int, stop: bool) -> bool:
+        """Write a checkpoint after `step` steps where one is due, or where a rank was asked to `stop`; True for the latter.
+
+        The last step's is written by the caller, when the trained model is exported.
+        """
+        if step == self.config.train.steps or not self.config.checkpoint.save:
+            return False
+        stop = self.mesh.any_rank(stop, "whether a rank was asked to stop")
+        every = self.config.checkpoint.every
+        if stop or (every and step % every == 0):
+            self.save(step)
+        if stop and self.source is not None:
+            report(f"asked to stop: step {step} of {self.config.train.steps} is done and saved; start again to go on")
+        return stop
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint after `step` steps, unless `checkpoint.save` is off. Its seconds are in the next step's
+        metrics. Raises RuntimeError where it can't be written; nothing half-written stays then."""
+        if not self.config.checkpoint.save:
+            return
+        root, started = checkpoints_dir(self.config), time.monotonic()
+        partial = root / f"step_{step}.partial"
+        with self.timed("time/checkpoint_s"):
+            try:
+                if self.source is not None:
+                    begin(root, step)
+                self.mesh.barrier("rank 0 making the directory of a checkpoint")
+                self.policy.save(partial)
+                if self.source is not None:
+                    size = finish(partial, self._state(step), self.config.checkpoint)
+                    report(f"checkpoint: step {step}, {size / 2**20:.1f} MiB, {time.monotonic() - started:.2f} s")
+                self.mesh.barrier("rank 0 finishing a checkpoint")
+            except (OSError, CheckpointError) as error:
+                if self.source is not None:
+                    shutil.rmtree(partial, ignore_errors=True)
+                raise RuntimeError(f"the checkpoint of step {step} can't be written to {root}: {error}") from error
+
+    def _state(self, step: int) -> SavedRun:
+        return SavedRun(
+            step=step,
+            weight_version=step,
+            data=self.source.position(),
+            world_size=self.mesh.world_size,
+            config=as_json(self.config),
+            model=read_hf_config(self.config.model.hf),
+        )
+
+    def _load(self, saved: SavedRun) -> None:
+        """Raises ConfigError where the files are not what this model needs."""
+        layout = as_json(self.config)["parallel"]
+        same_layout = saved.world_size == self.mesh.world_size and saved.config["parallel"] == layout
+        try:
+            self.policy.load(saved.directory, same_layout)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"run.dir: the checkpoint {saved.directory} can't be loaded ({error}); give the model that it is of, "
+                "or another run.dir"
+            ) from error
+        if self.source is not None:
+            if saved.note:
+                report(saved.note)
+            other = "" if same_layout else ", of another layout: random generators start from run.seed"
+            report(f"going on after step {saved.step} from {saved.directory}{other}")
 
     def export(self) -> None:
         """Write the trained policy to run.dir/hf, by rank 0 from all ranks' shards."""

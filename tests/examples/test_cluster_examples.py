@@ -22,8 +22,10 @@ TORCHRUN = ROOT / "examples" / "torchrun_qwen3_30b_a3b.sh"
 SCRIPTS = [SBATCH, TORCHRUN, ROOT / "requirements" / "make_venv.sh", ROOT / ".ci" / "run"]
 
 STAND_INS = {
-    "scontrol": 'printf "%s\\n" $FAKE_NODES',
-    # The command after the options, once for every node of --nodelist; TERM goes to all, as srun forwards it.
+    "scontrol": r"""
+        if [ "$1" = requeue ]; then echo "$2" >>"$FAKE/requeued"; else printf "%s\n" $FAKE_NODES; fi
+    """,
+    # The command after the options, once for every node of --nodelist; signals go to all, as srun forwards them.
     "srun": r"""
         echo "$*" >>"$FAKE/srun"
         nodes=""
@@ -36,6 +38,7 @@ STAND_INS = {
             SLURM_NODEID=$id "$@" & pids="$pids $!"; id=$((id + 1))
         done
         trap 'kill -TERM $pids' TERM
+        trap 'kill -USR1 $pids' USR1
         status=0
         for pid in $pids; do
             while :; do
@@ -63,6 +66,7 @@ STAND_INS = {
     "torchrun": r"""
         echo "$*" >>"$FAKE/torchrun"
         trap 'echo trainer >>"$FAKE/stopped"; exit 0' TERM
+        trap 'sleep 0.3; echo trainer >>"$FAKE/saved"; exit 1' USR1
         if [ -n "${FAKE_TRAINING:-}" ]; then touch "$FAKE/training"; while :; do sleep 0.05; done; fi
         exit "${FAKE_STATUS:-0}"
     """,
@@ -158,16 +162,30 @@ def test_waiting_for_a_server_is_bounded(job):
     assert job.lines("torchrun") == [] and job.lines("stopped") == ["30000"]
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGUSR1, 124), (signal.SIGTERM, 143)])
-def test_a_signal_during_training_stops_trainer_and_servers(job, sent, status):
-    process = job(FAKE_TRAINING="1", SERVER_TP="8")
+def start_training(job, **environment: str) -> subprocess.Popen:
+    process = job(FAKE_TRAINING="1", SERVER_TP="8", **environment)
     deadline = time.monotonic() + 30
     while not (job.notes / "training").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(sent)
+    return process
+
+
+def test_sigterm_during_training_stops_trainer_and_servers(job):
+    process = start_training(job)
+    process.send_signal(signal.SIGTERM)
     output = finish(process)
-    assert process.returncode == status, output
+    assert process.returncode == 143, output
     assert sorted(set(job.lines("stopped"))) == ["30000", "trainer"]
+
+
+@pytest.mark.parametrize("requeue", ["0", "1"])
+def test_near_the_time_limit_the_trainer_saves_before_servers_are_stopped(job, requeue):
+    process = start_training(job, REQUEUE=requeue, SLURM_JOB_ID="77")
+    process.send_signal(signal.SIGUSR1)
+    output = finish(process)
+    assert process.returncode == 124, output
+    assert set(job.lines("saved")) == {"trainer"} and job.lines("stopped") == ["30000"]
+    assert job.lines("requeued") == (["77"] if requeue == "1" else [])
 
 
 def test_too_few_nodes_are_refused(job):

@@ -19,6 +19,7 @@ def overrides(model: Path, run_dir: Path, *more: str) -> list[str]:
         f"model.hf={model}",
         f"run.dir={run_dir}",
         "run.overwrite=false",
+        "checkpoint.save=false",
         "reward.name=tests.training.rewards_for_training:share_of_letters",
         "rollout.prompts_per_step=8",
         "rollout.samples_per_prompt=4",
