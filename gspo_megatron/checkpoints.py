@@ -1,10 +1,10 @@
 """The directory of checkpoints of a run: which of them are whole, which is the last, which are kept. No torch here.
 
-    run.dir/checkpoints/step_20/      what the ranks wrote, and run.json: where the run stood, and the size of every file
+    run.dir/checkpoints/step_20/      what the ranks wrote, and run.json: where the run stood, the size of every file
     run.dir/checkpoints/latest.json   {"checkpoint": "step_20"}
 
-A checkpoint is written as step_N.partial, gets its run.json when all ranks are done, and then its name; latest.json comes
-last. So whatever has the name step_N was whole once, and what was killed half-way is never looked at.
+A checkpoint is written as step_N.partial, gets its run.json when all ranks are done, and then its name; latest.json
+comes last. So whatever has the name step_N was whole once, and what was killed half-way is never looked at.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def checkpoints_dir(config: Config) -> Path:
 
 
 def find_checkpoint(config: Config) -> SavedRun | None:
-    """The checkpoint that a run with this configuration goes on from; None where there is none, or run.overwrite is set.
+    """The checkpoint that a run with this configuration goes on from; None where there is none, or with run.overwrite.
 
     Raises ConfigError, naming the file, for a last checkpoint that is damaged, unless `checkpoint.fall_back` is set and
     there is a whole one before it.
@@ -71,7 +71,8 @@ def find_checkpoint(config: Config) -> SavedRun | None:
         if config.checkpoint.fall_back:
             return dataclasses.replace(older, note=f"{fault}: going on from {older.directory} (checkpoint.fall_back)")
         raise ConfigError(
-            f"run.dir: {fault}; restore it, or set checkpoint.fall_back=true to go on from step_{step}, the newest whole one"
+            f"run.dir: {fault}; restore it, or set checkpoint.fall_back=true to go on from step_{step}, the newest whole "
+            "one"
         )
     raise ConfigError(
         f"run.dir: {fault}, and no whole checkpoint is before it; restore it, or set run.overwrite=true to start anew"

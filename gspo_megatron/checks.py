@@ -161,8 +161,8 @@ def _earlier_run(config: Config) -> Iterable[str]:
         yield from changed_faults(config, saved)
     elif (Path(config.run.dir) / "metrics.jsonl").exists() and not config.run.overwrite:
         yield (
-            f"run.dir: {config.run.dir!r} holds metrics.jsonl of an earlier run and no checkpoint to go on from; choose "
-            "another directory, or set run.overwrite=true to replace that run"
+            f"run.dir: {config.run.dir!r} holds metrics.jsonl of an earlier run and no checkpoint to go on from; "
+            "choose another directory, or set run.overwrite=true to replace that run"
         )
 
 

@@ -210,7 +210,7 @@ class ExportConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run needs to go on after its end, in run.dir/checkpoints. The same command goes on from the last of them."""
+    """What a run needs to go on after its end, in run.dir/checkpoints. The same command goes on from the last one."""
 
     save: bool = True
     """Write checkpoints at all. Without them SIGTERM and SIGUSR1 end a run at once."""

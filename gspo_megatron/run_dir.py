@@ -15,7 +15,7 @@ _RESULTS = ("metrics.jsonl", "rollouts", "hf", "checkpoints")
 
 
 def prepare_run_dir(config: Config, saved: SavedRun | None = None) -> Path:
-    """Make run.dir, with the resolved configuration in config.yaml; a run that goes on from `saved` keeps what is there.
+    """Make run.dir, with the resolved configuration in config.yaml; a run from `saved` on keeps what is there.
 
     Raises ConfigError where an earlier run's results are there and `run.overwrite` is not set, where this run would
     remove its own input, or where it can't be written.

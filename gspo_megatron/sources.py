@@ -118,8 +118,8 @@ class LiveSource:
     def restore(self, saved: SavedRun) -> None:
         """Go on with the prompts where the checkpoint's run was.
 
-        After a run of saved rollouts that is where a run with servers would be. Raises ConfigError where the prompts are
-        others; with `data.train` in run.allow_changed they are taken from their beginning.
+        After a run of saved rollouts that is where a run with servers would be. Raises ConfigError where the prompts
+        are others; with `data.train` in run.allow_changed they are taken from their beginning.
         """
         if saved.data is None:
             self.prompts.next(saved.step * self._config.rollout.prompts_per_step)

@@ -37,8 +37,8 @@ from gspo_megatron.weights.hf_files import read_hf_config, write_hf_checkpoint
 def train(config: Config) -> bool:
     """One training run on the ranks that torchrun started, from its last checkpoint where it has one. Collective.
 
-    True when SIGTERM or SIGUSR1 ended it early, with a checkpoint to go on from. Raises ConfigError for bad input, before
-    a process group starts wherever one rank can see it.
+    True when SIGTERM or SIGUSR1 ended it early, with a checkpoint to go on from. Raises ConfigError for bad input,
+    before a process group starts wherever one rank can see it.
     """
     with Run(config) as run, StopRequest(config.checkpoint.save) as stop:
         if run.is_complete:
@@ -239,7 +239,7 @@ class Run:
         self._progress.step(step, metrics)
 
     def save_if_due(self, step: int, stop: bool) -> bool:
-        """Write a checkpoint after `step` steps where one is due, or where a rank was asked to `stop`; True for the latter.
+        """Write a checkpoint after `step` steps where one is due, or a rank was asked to `stop`; True for the latter.
 
         The last step's is written by the caller, when the trained model is exported.
         """

@@ -66,10 +66,10 @@ def load_policy(
     scheduler: OptimizerParamScheduler,
     same_layout: bool,
 ) -> None:
-    """Fill model, optimizer and schedule from what `save_policy` wrote; with `same_layout` the generators too. Collective.
+    """Fill model, optimizer and schedule from what `save_policy` wrote, with `same_layout` the generators too.
 
-    The optimizer's settings (learning rate, betas, ...) stay those of the running configuration. Raises CheckpointError for
-    a checkpoint of another model.
+    Collective. The optimizer's settings (learning rate, betas, ...) stay those of the running configuration. Raises
+    CheckpointError for a checkpoint of another model.
     """
     settings = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
     for part in _parts(optimizer):
@@ -152,8 +152,8 @@ def _with_padding(values: torch.Tensor, buckets: Sequence) -> torch.Tensor:
 
 
 def _load_part(part: MegatronOptimizer, state: dict[int, dict[str, torch.Tensor]]) -> None:
-    """megatron-core copies a loaded tensor into each entry of Adam's state, among them torch's `step`, which it does not
-    store (KeyError: 'step'). Hand it the step that is there; `_restore_steps` sets it."""
+    """megatron-core copies a loaded tensor into each entry of Adam's state, among them torch's `step`, which it does
+    not store (KeyError: 'step'). Hand it the step that is there; `_restore_steps` sets it."""
     set_states = part._set_main_param_and_optimizer_states
 
     def with_step(param, tensors):
@@ -170,8 +170,9 @@ def _load_part(part: MegatronOptimizer, state: dict[int, dict[str, torch.Tensor]
 
 def _adam_steps(optimizer: MegatronOptimizer) -> int:
     """Updates that Adam has made, the same for all parameters and ranks. Collective."""
-    steps = {int(state["step"]) for part in _parts(optimizer) for state in part.optimizer.state.values() if "step" in state}
-    steps |= {int(g["step"]) for part in _parts(optimizer) for g in part.optimizer.param_groups if g.get("step")}
+    holders = [holder for part in _parts(optimizer) for holder in part.optimizer.state.values()]
+    holders += [group for part in _parts(optimizer) for group in part.optimizer.param_groups]
+    steps = {int(holder["step"]) for holder in holders if holder.get("step")}
     assert len(steps) <= 1, f"parameters were updated {sorted(steps)} times"
     most = torch.tensor(max(steps, default=0), device=torch.cuda.current_device())
     dist.all_reduce(most, dist.ReduceOp.MAX)  # a rank whose share holds no parameter knows no step
@@ -181,8 +182,8 @@ def _adam_steps(optimizer: MegatronOptimizer) -> int:
 def _restore_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """torch's Adam counts in its state, Apex's and Transformer Engine's in its groups.
 
-    Every parameter gets a tensor of its own: megatron-core's load_state_dict has all of them share one, which torch then
-    counts up once a parameter.
+    Every parameter gets a tensor of its own: megatron-core's load_state_dict has all of them share one, which torch
+    then counts up once a parameter.
     """
     for part in _parts(optimizer):
         for state in part.optimizer.state.values():

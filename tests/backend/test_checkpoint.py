@@ -38,7 +38,7 @@ def test_save_and_load(case, tmp_path):
             assert [rank["generator"] for rank in loaded] == [rank["generator"] for rank in saved]
             assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
         else:
-            rounding = 1e-4 if dtype == "fp32" else 2e-2
+            rounding, moved = (1e-4, 1e-4) if dtype == "fp32" else (2e-2, 8e-3)
             assert loaded[0]["grad_norms"] == pytest.approx(saved[0]["grad_norms"], rel=rounding)
             for name in ours:  # two updates of at most about the learning rate lie between
-                np.testing.assert_allclose(ours[name], theirs[name], atol=1e-4 if dtype == "fp32" else 8e-3, err_msg=name)
+                np.testing.assert_allclose(ours[name], theirs[name], atol=moved, err_msg=name)

@@ -47,9 +47,9 @@ def write_rollouts(directory: Path) -> Path:
 def settings(model: Path, rollouts: Path, run_dir: Path, *more: str) -> list[str]:
     """Twelve steps on one rank, a checkpoint every third one."""
     return overrides(
-        model, run_dir, *from_files(rollouts), "parallel.expert=1", f"train.steps={NUM_STEPS}", "rollout.prompts_per_step=4",
-        "train.updates_per_rollout=2", "rollout.max_logprob_gap=10", "optimizer.schedule=cosine", "optimizer.warmup_steps=3",
-        "checkpoint.save=true", "checkpoint.every=3", *more,
+        model, run_dir, *from_files(rollouts), "parallel.expert=1", f"train.steps={NUM_STEPS}",
+        "rollout.prompts_per_step=4", "train.updates_per_rollout=2", "rollout.max_logprob_gap=10",
+        "optimizer.schedule=cosine", "optimizer.warmup_steps=3", "checkpoint.save=true", "checkpoint.every=3", *more,
     )  # fmt: skip
 
 
@@ -61,7 +61,8 @@ def start(arguments: list[str], log: Path, num_ranks: int = 1) -> subprocess.Pop
     """`python -m gspo_megatron train`, or with several ranks torchrun, in a process group of its own."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    launcher = [] if num_ranks == 1 else ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    launcher = [] if num_ranks == 1 else torchrun
     with log.open("a") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *launcher, "gspo_megatron", "train", CONFIG, *arguments],
@@ -70,7 +71,7 @@ def start(arguments: list[str], log: Path, num_ranks: int = 1) -> subprocess.Pop
 
 
 def signal_when(process: subprocess.Popen, condition: Callable[[], bool], number: signal.Signals) -> int:
-    """Send `number` to the process, and for SIGKILL to all that it started, once the condition holds; its exit status."""
+    """Send `number` to the process, SIGKILL to all that it started too, once the condition holds; its exit status."""
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert process.poll() is None, "it ended before the condition held"
