@@ -1,8 +1,8 @@
 """The command line: `python -m gspo_megatron check CONFIG`, and `torchrun ... -m gspo_megatron train CONFIG`; and
 `python -m gspo_megatron compare RUN_A RUN_B`, which exits with 1 where two runs differ.
 
-The first two exit with 2 and print every fault, one a line on stderr, when the configuration cannot run. `train` goes on
-from the last checkpoint in run.dir; SIGTERM or SIGUSR1 have it finish the step, save, and exit with 75.
+The first two exit with 2 and print every fault, one a line on stderr, when the configuration cannot run. `train` goes
+on from the last checkpoint in run.dir; SIGTERM or SIGUSR1 have it finish the step, save, and exit with 75.
 """
 
 import argparse

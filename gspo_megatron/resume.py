@@ -19,7 +19,7 @@ FREE = (
     "megatron.transformer.recompute_num_layers",
 )  # fmt: skip
 """Keys and sections that change where and how fast a run goes, not what it computes. `model.hf` is judged by what its
-config.json says, for a checkpoint may be moved; `train.steps` with a schedule that ends at them is not free."""
+config.json says, for a checkpoint may be moved. See `_matters` for what takes two of them out."""
 
 IGNORED_OF_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 """Keys of config.json that say nothing about the model. Its type is train.dtype here."""
@@ -40,7 +40,7 @@ def changed_faults(config: Config, saved: SavedRun) -> Iterable[str]:
     for name in sorted({**now, **then}):
         # a key that is newer than the checkpoint was at its default then
         old, new = then.get(name, default.get(name, NOTHING)), now.get(name, NOTHING)
-        if old == new or _covered(name, allowed) or (_covered(name, FREE) and not _decides_schedule(name, config)):
+        if old == new or _covered(name, allowed) or (_covered(name, FREE) and not _matters(name, config)):
             continue
         yield (
             f"{name}: {_text(new)}, but {where} was made with {_text(old)}; restore it, or add {name} to "
@@ -75,8 +75,11 @@ def _covered(name: str, keys: Iterable[str]) -> bool:
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 
 
-def _decides_schedule(name: str, config: Config) -> bool:
-    return name == "train.steps" and config.optimizer.schedule != "constant"
+def _matters(name: str, config: Config) -> bool:
+    """A free key that decides something with these settings: where a schedule ends, what the reference policy is."""
+    if name == "train.steps":
+        return config.optimizer.schedule != "constant"
+    return name == "model.hf" and config.regularizer.kl > 0
 
 
 def _model_faults(config: Config, saved: SavedRun, where: str) -> Iterable[str]:

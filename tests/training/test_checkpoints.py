@@ -13,7 +13,7 @@ from gspo_megatron.checkpoints import (
 from gspo_megatron.checks import check_config
 from gspo_megatron.config import (
     CheckpointConfig, Config, ConfigError, DataConfig, GRPOConfig, MetricsConfig, ModelConfig, OptimizerConfig,
-    ParallelConfig, RolloutConfig, RunConfig, TrainConfig,
+    ParallelConfig, RegularizerConfig, RolloutConfig, RunConfig, TrainConfig,
 )  # fmt: skip
 from gspo_megatron.resume import as_json, changed_faults
 
@@ -159,6 +159,15 @@ def test_steps_decide_a_schedule_that_ends_at_them(config):
     cosine = replace(config, optimizer=OptimizerConfig(schedule="cosine"))
     (fault,) = faults(replace(cosine, train=TrainConfig(steps=7)), cosine)
     assert fault.startswith("train.steps: 7, but ")
+
+
+def test_the_reference_policy_is_the_model_that_a_run_started_from(config, tmp_path):
+    moved = (tmp_path / "model").rename(tmp_path / "moved")
+    elsewhere = replace(config, model=ModelConfig(hf=str(moved)))
+    assert faults(elsewhere, config) == []
+    kl = replace(config, regularizer=RegularizerConfig(kl=0.1))
+    (fault,) = faults(replace(kl, model=elsewhere.model), kl)
+    assert fault.startswith("model.hf: ")
 
 
 def test_another_model(config):
