@@ -304,7 +304,7 @@ class RegularizerConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of log r = log pi_ref - log pi_theta: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."""
     entropy: float = 0.0
-    """Coefficient of the entropy bonus. Only 0 is supported by this version."""
+    """Coefficient of the entropy bonus; 0 computes no entropies."""
 
 
 @dataclass(frozen=True)

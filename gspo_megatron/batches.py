@@ -179,7 +179,7 @@ def sequence_batch(
 ) -> SequenceBatch:
     """What a loss sees on this rank: padding at the end cut away, everything on the device of `log_probs` [S].
 
-    `old_log_probs` is [T], of the whole micro-batch, as are all values in `micro_batch`. A sum over a sequence is over
+    `log_probs` is [S], or [2, S] with entropies. `old_log_probs` is [T], of the whole micro-batch, as are all values in `micro_batch`. A sum over a sequence is over
     all context-parallel ranks and takes one collective; one of them counts the sequences.
     """
     packed, device = micro_batch.packed, log_probs.device
@@ -190,8 +190,10 @@ def sequence_batch(
         return values[positions.to(values.device)][:num_tokens].to(device)
 
     token_advantages, reference = packed.values.get("advantages"), packed.values.get("reference_log_probs")
+    log_probs, entropies = log_probs if log_probs.dim() == 2 else (log_probs, None)
     batch = SequenceBatch(
         log_probs=log_probs[:num_tokens],
+        entropies=None if entropies is None else entropies[:num_tokens],
         old_log_probs=mine(old_log_probs),
         rollout_log_probs=mine(packed.values["rollout_log_probs"]),
         advantages=micro_batch.advantages.to(device) if token_advantages is None else mine(token_advantages),

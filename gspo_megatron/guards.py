@@ -30,8 +30,7 @@ def algorithm_faults(config: Config) -> list[str]:
     for name, (_, rule) in _GUARDS.items():
         if name not in config.loss.i_know_what_i_do:
             faults += [f"{fault}, or set loss.i_know_what_i_do=[{name}]" for fault in rule(config)]
-    faults += [*_bands(config), *_advantages(config), *_groups(config), *_overlong(config), *_entropy(config)]
-    return faults
+    return faults + [*_bands(config), *_advantages(config), *_groups(config), *_overlong(config)]
 
 
 def _wide_clip(config: Config) -> Iterable[str]:
@@ -190,12 +189,4 @@ def _overlong(config: Config) -> Iterable[str]:
         yield (
             f"reward.soft_overlong.cache_tokens: {penalty.cache_tokens} is more than rollout.max_response_tokens "
             f"({limit}), so that every response is punished; lower it"
-        )
-
-
-def _entropy(config: Config) -> Iterable[str]:
-    if config.regularizer.entropy:
-        yield (
-            f"regularizer.entropy: {config.regularizer.entropy} is not supported by this version, whose output layer "
-            "gives log-probs and no entropies; set it to 0"
         )

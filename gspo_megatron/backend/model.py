@@ -122,15 +122,16 @@ def block_spec(config: TransformerConfig, on_gpu: bool, vp_stage: int | None) ->
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage answers log-probs of labels, fp32 [T], in place of logits.
+    """GPTModel whose last stage answers log-probs of labels, fp32 [T], in place of logits; in passes with a gradient and
+    `with_entropy` [2, T], log-probs and entropies.
 
     Call it with input_ids, position_ids, labels and loss_mask [1, T], and packed_seq_params.
     """
 
-    def __init__(self, *args, true_vocab_size: int, temperature: float, **kwargs):
+    def __init__(self, *args, true_vocab_size: int, temperature: float, with_entropy: bool, **kwargs):
         super().__init__(*args, **kwargs)
         if self.post_process:
-            self.output_layer = LogProbHead.adopt(self.output_layer, true_vocab_size, temperature)
+            self.output_layer = LogProbHead.adopt(self.output_layer, true_vocab_size, temperature, with_entropy)
 
     def _postprocess(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, **kwargs) -> Tensor:
         if not self.post_process:
@@ -168,6 +169,7 @@ def _build_chunk(
         vp_stage=vp_stage,
         true_vocab_size=shape.vocab,
         temperature=config.rollout.temperature,
+        with_entropy=config.regularizer.entropy != 0,
     )
     return model.to(mesh.device)
 

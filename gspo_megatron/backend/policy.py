@@ -32,7 +32,8 @@ from gspo_megatron.weights.plan import blocks_of, hf_shapes, plan_buckets
 from gspo_megatron.weights.rules import ModelShape
 
 MicroBatchLoss = Callable[[int, Tensor], LossOutput]
-"""(index of the micro-batch, log-probs [S] of this rank's tokens with gradient) -> loss sum, count, metrics.
+"""(index of the micro-batch, log-probs [S] of this rank's tokens with gradient) -> loss sum, count, metrics; with a
+`regularizer.entropy` [2, S]: log-probs and entropies.
 
 The tokens are those at `mesh.context.positions(cu_seqlens)`: all T in order without context parallelism."""
 

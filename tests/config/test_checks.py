@@ -85,7 +85,7 @@ def test_required_keys_are_all_named_at_once():
         (["loss.name=luspo", "loss.clip_high=0.2"], ["loss.clip_high: 0.2", "luspo", "wide_clip"]),
         (["loss.aggregation=token-mean"], ["loss.aggregation: token-mean", "makes the loss GSPO", "[token_mean]"]),
         (["loss.name=gspo_token", "loss.aggregation=token-mean"], ["gspo_token", "loss.name=grpo", "[token_mean]"]),
-        (["regularizer.entropy=0.01"], ["regularizer.entropy: 0.01", "not supported", "set it to 0"]),
+        (["regularizer.entropy=-0.01"], ["regularizer.entropy: -0.01", "at least 0"]),
         (["loss.log_ratio=sum"], ["loss.log_ratio: sum", "spreads with its length", "use mean", "[summed_ratio]"]),
         (["rollout.top_p=0.9"], ["rollout.top_p: 0.9", "does not model", "use 1.0", "[engine_filter]"]),
         (["rollout.top_k=50"], ["rollout.top_k: 50", "does not model", "use 0", "[engine_filter]"]),
