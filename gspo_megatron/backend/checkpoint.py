@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 CheckpointError = CheckpointingException
 """Megatron's own: a checkpoint that can't be written, or is of another model."""
@@ -43,7 +44,7 @@ def save_policy(
 ) -> None:
     """Write everything into the existing, empty `directory`. Collective; it is on disk when this returns.
 
-    megatron-core 0.16.1 forks a helper process a file.
+    megatron-core 0.16.1 forks a helper process a file. Raises CheckpointError where a file can't be written.
     """
     if filesystem_async._results_queue is None:
         # Megatron's own is served by a process that it spawns, which would import this whole program, for seconds, on
@@ -56,7 +57,8 @@ def save_policy(
         TorchDistSaveShardedStrategy("torch_dist", 1),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    dist_checkpointing.save(shards, str(directory), strategy)
+    with _failures_named():
+        dist_checkpointing.save(shards, str(directory), strategy)
 
 
 def load_policy(
@@ -69,7 +71,7 @@ def load_policy(
     """Fill model, optimizer and schedule from what `save_policy` wrote, with `same_layout` the generators too.
 
     Collective. The optimizer's settings (learning rate, betas, ...) stay those of the running configuration. Raises
-    CheckpointError for a checkpoint of another model.
+    CheckpointError for a checkpoint of another model, or one that can't be read.
     """
     settings = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
     for part in _parts(optimizer):
@@ -78,7 +80,8 @@ def load_policy(
     shards = _shards(chunks, optimizer, is_loading=True)
     if same_layout:
         shards["generators"] = _generator_object(None)
-    loaded = dist_checkpointing.load(shards, str(directory))
+    with _failures_named():
+        loaded = dist_checkpointing.load(shards, str(directory))
     for name, chunk in _by_name(chunks):
         chunk.load_state_dict(loaded[name])
     for index, part in enumerate(_parts(optimizer)):
@@ -91,6 +94,18 @@ def load_policy(
     scheduler.step(0)
     if same_layout:
         _set_generators(loaded["generators"])
+
+
+@contextlib.contextmanager
+def _failures_named() -> Iterator[None]:
+    """torch tells what failed on which rank by an exception that is no Exception; make it Megatron's, in a line."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
+        raise CheckpointError("; ".join(failures)) from error
+    except (OSError, KeyError) as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 def _shards(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:

@@ -57,15 +57,21 @@ def num_lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def start(arguments: list[str], log: Path, num_ranks: int = 1) -> subprocess.Popen:
-    """`python -m gspo_megatron train`, or with several ranks torchrun, in a process group of its own."""
+def start(
+    arguments: list[str], log: Path, num_ranks: int = 1, largest_file: int | str = "unlimited"
+) -> subprocess.Popen:
+    """`python -m gspo_megatron train`, or with several ranks torchrun, in a process group of its own.
+
+    `largest_file`: bytes that a file can have.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     launcher = [] if num_ranks == 1 else torchrun
+    limited = ["prlimit", f"--fsize={largest_file}", sys.executable, "-m"]
     with log.open("a") as output:
         return subprocess.Popen(
-            [sys.executable, "-m", *launcher, "gspo_megatron", "train", CONFIG, *arguments],
+            [*limited, *launcher, "gspo_megatron", "train", CONFIG, *arguments],
             cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 

@@ -92,6 +92,20 @@ def test_torchrun_passes_sigterm_on_and_all_ranks_save(tiny_qwen3_moe, rollouts,
     assert_same(run_dir, tmp_path / "whole")
 
 
+def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tiny_qwen3_moe, rollouts, whole, tmp_path):
+    """A bound on the size of files stands for the disk; the exported model is smaller than it, the checkpoint is not."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    shutil.copytree(whole, run_dir)
+    (run_dir / "checkpoints" / "latest.json").write_text('{"checkpoint": "step_9"}')
+    process = start(settings(tiny_qwen3_moe, rollouts, run_dir, "checkpoint.every=1"), log, largest_file=1_200_000)
+    assert process.wait(120) == 1
+    assert f"the checkpoint of step 10 can't be written to {run_dir}" in log.read_text(), log.read_text()[-4000:]
+    assert checkpoints(run_dir) == ["latest.json", "step_12", "step_9"]
+    again = train_alone(settings(tiny_qwen3_moe, rollouts, run_dir))
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert_same(run_dir, whole)
+
+
 def test_a_finished_run_has_nothing_left_to_do(tiny_qwen3_moe, rollouts, whole):
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     again = train_alone(settings(tiny_qwen3_moe, rollouts, whole))
