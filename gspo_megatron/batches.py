@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.algorithm.losses import LossOutput, NonFiniteError, check_finite
-from gspo_megatron.algorithm.packing import PackedTokens, pack, plan_micro_batches, sequence_multiple, split_mini_batches
+from gspo_megatron.algorithm.packing import (
+    PackedTokens,
+    pack,
+    plan_micro_batches,
+    sequence_multiple,
+    split_mini_batches,
+)
 from gspo_megatron.backend.context import ContextParallel
 from gspo_megatron.config import ParallelConfig
 from gspo_megatron.types import Rollout, SequenceBatch
@@ -179,8 +185,9 @@ def sequence_batch(
 ) -> SequenceBatch:
     """What a loss sees on this rank: padding at the end cut away, everything on the device of `log_probs` [S].
 
-    `log_probs` is [S], or [2, S] with entropies. `old_log_probs` is [T], of the whole micro-batch, as are all values in `micro_batch`. A sum over a sequence is over
-    all context-parallel ranks and takes one collective; one of them counts the sequences.
+    `log_probs` is [S], or [2, S] with entropies. `old_log_probs` is [T], of the whole micro-batch, as are all values
+    in `micro_batch`. A sum over a sequence is over all context-parallel ranks and takes one collective; one of them
+    counts the sequences.
     """
     packed, device = micro_batch.packed, log_probs.device
     positions = context.positions(packed.cu_seqlens)
