@@ -19,6 +19,7 @@ CLASSES = {
 """Section -> file below megatron/core and class."""
 
 _HF = "the model's config.json decides it"
+_STALE = "parameters would be whole only in the next forward pass, and weights are sent to the servers before it"
 _TRAINER = "the trainer sets it, its value is part of how the loss is scaled or the batch is laid out"
 
 REFUSED: dict[str, dict[str, str]] = {
@@ -65,6 +66,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "optimizer": "Adam is the only optimizer",
         **dict.fromkeys("bf16 fp16 params_dtype".split(), "set train.dtype"),
         **dict.fromkeys("use_distributed_optimizer timers".split(), _TRAINER),
+        **dict.fromkeys("overlap_param_gather overlap_param_gather_with_optimizer_step".split(), _STALE),
         **dict.fromkeys(
             "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis".split(),
             "a loss scale belongs to fp16, which train.dtype does not offer",
@@ -74,6 +76,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "use_distributed_optimizer": _TRAINER,
         "grad_reduce_in_fp32": "gradients are summed in fp32 in any case",
         "average_in_collective": _TRAINER,
+        "overlap_param_gather": _STALE,
         **dict.fromkeys(
             "use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy".split(),
             "sharded data parallelism is not built here",

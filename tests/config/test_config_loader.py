@@ -196,6 +196,7 @@ def test_dump_and_load_give_the_same_config(tmp_path, overrides):
         ("optimizer.use_distributed_optimizer", "false", ["the trainer sets it"]),
         ("optimizer.overlap_param_gathr", "true", ["did you mean overlap_param_gather?"]),
         ("ddp.use_distributed_optimizer", "false", ["the trainer sets it"]),
+        ("ddp.overlap_param_gather", "true", ["weights are sent to the servers before"]),
         ("ddp.bucket_sizes", "1", ["DistributedDataParallelConfig", "did you mean bucket_size?"]),
     ],
 )
