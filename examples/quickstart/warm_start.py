@@ -97,7 +97,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     options, overrides = parser.parse_known_args()
     config = load_config(options.config, [*overrides, f"model.hf={options.model}"])
-    config = dataclasses.replace(config, optimizer=OptimizerConfig(lr=options.lr))
+    # Problems are short: no need to cut them over ranks, and this loss looks at whole answers.
+    parallel = dataclasses.replace(config.parallel, context=1)
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(lr=options.lr), parallel=parallel)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     mesh = Mesh.create(config.parallel, config.run.seed, config.train.timeout_s)
     try:
