@@ -30,6 +30,7 @@ CPU_FLAGS: dict[str, Any] = {
     "disable-overlap-schedule": True,
     "grammar-backend": "none",
     "skip-server-warmup": True,
+    "sleep-on-idle": True,  # or the scheduler keeps a core busy while the trainer's ranks want it
     "max-total-tokens": 16384,
     "max-running-requests": 64,
 }
