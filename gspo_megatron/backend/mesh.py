@@ -113,12 +113,6 @@ class Mesh:
                 dist.broadcast(tensor, dist.get_global_rank(self.pipeline, self.pipeline.size() - 1), group=self.pipeline)
         return tensor
 
-    def sum_over_data(self, tensor: Tensor, what: str) -> Tensor:
-        """Sum over the data-parallel ranks, in place."""
-        with self.waiting_for(what):
-            dist.all_reduce(tensor, group=self.data)
-        return tensor
-
     def any_rank(self, value: bool, what: str) -> bool:
         """True on all ranks where it is so on one of them."""
         flag = torch.tensor(int(value))

@@ -101,3 +101,11 @@ def run_functions(function, batches):
     for out in outs:
         metrics = add_metrics(metrics, out.metrics)
     return float(sum(out.loss_sum.detach() for out in outs) / count), gradients, reduce_metrics(metrics)
+
+
+def assert_parts_of(gradient, sequences, batches, parts):
+    """The gradients [T / R] that emulated context-parallel ranks got are those of their tokens in the whole [T]."""
+    starts = [sum(len(s["new"]) for s in sequences[:k]) for k in range(len(sequences))]
+    for batch, part in zip(batches, parts, strict=True):
+        tokens = [start + t for start, pick in zip(starts, batch.picks, strict=True) for t in pick]
+        torch.testing.assert_close(part, gradient[tokens], rtol=1e-12, atol=1e-15)

@@ -15,7 +15,15 @@ from gspo_megatron.algorithm import group_losses, losses, sequence_losses, token
 from gspo_megatron.algorithm.loss_metrics import add_metrics
 from gspo_megatron.algorithm.losses import LOSSES, check_finite, from_lists, reduce_metrics
 from gspo_megatron.algorithm_config import GROUP_LOSSES, ROLLOUT_ANCHORED_LOSSES, TOKEN_ADVANTAGE_LOSSES
-from tests.algorithm.loss_cases import context_parallel_batches, evaluate, flat, make_batch, random_sequences, run_ranks
+from tests.algorithm.loss_cases import (
+    assert_parts_of,
+    context_parallel_batches,
+    evaluate,
+    flat,
+    make_batch,
+    random_sequences,
+    run_ranks,
+)
 
 NAMES = list(LOSSES)
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum")
@@ -65,10 +73,7 @@ def test_context_parallel_equals_whole(name, aggregation, num_ranks):
     cp_loss, cp_gradients, cp_metrics = run_ranks(name, config, batches)
     assert cp_loss == pytest.approx(loss, rel=1e-12)
     assert cp_metrics == pytest.approx(metrics, rel=1e-12)
-    starts = [sum(len(s["new"]) for s in sequences[:k]) for k in range(len(sequences))]
-    for batch, part in zip(batches, cp_gradients, strict=True):
-        tokens = [start + t for start, pick in zip(starts, batch.picks, strict=True) for t in pick]
-        torch.testing.assert_close(part, gradient[tokens], rtol=1e-12, atol=1e-15)
+    assert_parts_of(gradient, sequences, batches, cp_gradients)
 
 
 def test_prefix_sums_of_zigzag_pieces():

@@ -15,6 +15,7 @@ from gspo_megatron.algorithm_config import CorrectionConfig
 from gspo_megatron.config import Config
 from tests.algorithm.loss_cases import (
     VECTORS,
+    assert_parts_of,
     context_parallel_batches,
     flat,
     make_batch,
@@ -111,10 +112,7 @@ def test_context_parallel_and_splits_equal_whole(name, kind):
     cp_loss, cp_gradients, cp_metrics = run_functions(function, batches)
     assert cp_loss == pytest.approx(loss, rel=1e-12)
     assert cp_metrics == pytest.approx(metrics, rel=1e-12)
-    starts = [sum(len(s["new"]) for s in sequences[:k]) for k in range(len(sequences))]
-    for batch, part in zip(batches, cp_gradients, strict=True):
-        tokens = [start + t for start, pick in zip(starts, batch.picks, strict=True) for t in pick]
-        torch.testing.assert_close(part, gradient[tokens], rtol=1e-12, atol=1e-15)
+    assert_parts_of(gradient, sequences, batches, cp_gradients)
     outs = [function(make_batch(sequences[:2])), function(make_batch(sequences[2:]))]
     assert float(sum(o.loss_sum.detach() for o in outs) / sum(o.count for o in outs)) == pytest.approx(loss, rel=1e-12)
     assert reduce_metrics(add_metrics(outs[0].metrics, outs[1].metrics)) == pytest.approx(metrics, rel=1e-12)

@@ -24,6 +24,7 @@ from gspo_megatron.config import LOSS_CONFIGS
 from gspo_megatron.types import SequenceBatch
 from tests.algorithm.loss_cases import (
     VECTORS,
+    assert_parts_of,
     context_parallel_batches,
     evaluate,
     flat,
@@ -103,10 +104,7 @@ def test_context_parallel_equals_whole(loss_name, aggregation, num_ranks):
     cp_loss, cp_gradients, cp_metrics = run_ranks(loss_name, config, batches)
     assert cp_loss == pytest.approx(loss, rel=1e-12)
     assert cp_metrics == pytest.approx(metrics, rel=1e-12)
-    starts = [sum(len(s["new"]) for s in sequences[:k]) for k in range(len(sequences))]
-    for batch, part in zip(batches, cp_gradients, strict=True):
-        tokens = [start + t for start, pick in zip(starts, batch.picks, strict=True) for t in pick]
-        torch.testing.assert_close(part, gradient[tokens], rtol=1e-12, atol=1e-15)
+    assert_parts_of(gradient, sequences, batches, cp_gradients)
 
 
 def test_softmax_chain():
