@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from gspo_megatron.config import ConfigError
+from gspo_megatron.weights.raw_files import OpenFiles, RawTensor
+from gspo_megatron.weights.safetensors_files import read_safetensors_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -37,14 +38,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class HFReader:
-    """Reads blocks of tensors from the safetensors files of a checkpoint; only the bytes of a block are touched.
+    """Reads blocks of tensors from the safetensors files of a checkpoint; only the bytes of a block are read, and none
+    stay in memory. Anything but safetensors is refused, never unpickled.
 
     Raises ConfigError for a missing or broken file.
     """
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
-        self._open: dict[str, Any] = {}
+        self._files = OpenFiles()
+        self._headers: dict[str, dict[str, RawTensor]] = {}
         self._file_of = self._find_files()
 
     def _find_files(self) -> dict[str, str]:
@@ -54,6 +57,8 @@ class HFReader:
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise ConfigError(f"model.hf: {index} has no weight_map of names to files; copy the checkpoint again")
             for file in sorted(set(weight_map.values())):
+                if Path(file).name != file:
+                    raise ConfigError(f"model.hf: {index} names {file!r}, which lies outside the directory")
                 if not (self.directory / file).exists():
                     raise ConfigError(f"model.hf: {self.directory}: the index names {file}, which is missing")
             return weight_map
@@ -61,36 +66,53 @@ class HFReader:
             raise ConfigError(
                 f"model.hf: {self.directory}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint"
             )
-        return dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        return dict.fromkeys(self._header(SINGLE), SINGLE)
 
-    def _handle(self, file: str) -> Any:
-        if file not in self._open:
+    def _header(self, file: str) -> dict[str, RawTensor]:
+        if file not in self._headers:
             try:
-                self._open[file] = safe_open(self.directory / file, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"model.hf: {self.directory / file} can't be read: {error}") from None
-        return self._open[file]
+                self._headers[file] = read_safetensors_header(self.directory / file)
+            except (ValueError, OSError) as error:
+                raise ConfigError(
+                    f"model.hf: {self.directory / file} can't be read: {error}; copy the checkpoint again"
+                ) from None
+        return self._headers[file]
 
-    def _slice(self, name: str) -> Any:
+    def _tensor(self, name: str) -> RawTensor:
         file = self._file_of[name]
-        try:
-            return self._handle(file).get_slice(name)
-        except SafetensorError as error:
+        header = self._header(file)
+        if name not in header:
             raise ConfigError(
-                f"model.hf: {self.directory}: {name} is not in {file}, where the index has it ({error}); "
-                "copy the checkpoint again"
-            ) from None
+                f"model.hf: {self.directory}: {name} is not in {file}, where the index has it; copy the checkpoint again"
+            )
+        return header[name]
 
     @property
     def names(self) -> set[str]:
         return set(self._file_of)
 
+    @property
+    def files(self) -> list[Path]:
+        return [self.directory / file for file in sorted(set(self._file_of.values()))]
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensor(name).dtype
 
     def read(self, name: str, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """The block of `shape` from offset `start` on, in the file's dtype, on the CPU."""
-        return self._slice(name)[tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))]
+        out = torch.empty(shape, dtype=self.dtype(name))
+        self.read_into(name, start, out)
+        return out
+
+    def read_into(self, name: str, start: tuple[int, ...], out: Tensor) -> None:
+        """Copy the block of `out`'s shape from offset `start` on into `out`, cast to its dtype."""
+        try:
+            self._tensor(name).read_into(self._files, start, out)
+        except OSError as error:
+            raise ConfigError(f"model.hf: {self.directory}: {name} can't be read: {error}") from None
 
 
 def write_hf_checkpoint(

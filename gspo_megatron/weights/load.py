@@ -38,7 +38,7 @@ def load_parameters(params: Mapping[str, Tensor], blocks: Mapping[str, list[Bloc
                 if block.hf is None:
                     view.zero_()
                 else:
-                    view.copy_(reader.read(block.hf, block.hf_start, block.shape))
+                    reader.read_into(block.hf, block.hf_start, view)
 
 
 def block_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
