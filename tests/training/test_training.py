@@ -93,10 +93,12 @@ def test_a_replay_on_another_layout_gives_the_same_numbers(live_run, tmp_path, l
     finished = train(num_ranks, overrides(model, tmp_path / "run", *from_files(run_dir / "rollouts"), *settings))
     assert finished.returncode == 0, finished.stdout[-4000:]
     ours, theirs = metrics(tmp_path / "run"), metrics(run_dir)
-    # The first step starts from the same weights; later ones from weights that Adam has made from rounded gradients.
-    for step, tolerance in ((0, 1e-5), (1, 1e-3), (2, 1e-2)):
-        for key in ("reward/mean", "gspo/ratio_mean", "rollout/logprob_gap_max", "gspo/kl_k3"):
-            assert ours[step][key] == pytest.approx(theirs[step][key], rel=tolerance, abs=1e-5), (step, key)
+    # Mostly equal to 1e-7. But a token whose second and third expert tie to rounding may go to the other one, on any
+    # layout: seen once, worth 3e-5 nats. A wrong gradient or weight shows as 1e-2 and more.
+    for step, nats in ((0, 1e-4), (1, 1e-3), (2, 1e-3)):
+        assert ours[step]["reward/mean"] == theirs[step]["reward/mean"]
+        for key in ("gspo/ratio_mean", "rollout/logprob_gap_max", "gspo/kl_k3"):
+            assert ours[step][key] == pytest.approx(theirs[step][key], abs=nats), (step, key)
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], abs=1e-5)
     assert ours[0]["grad_norm"] == pytest.approx(theirs[0]["grad_norm"], rel=1e-3)
 
