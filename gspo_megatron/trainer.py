@@ -31,7 +31,8 @@ from gspo_megatron.resume import as_json
 from gspo_megatron.run_dir import prepare_run_dir
 from gspo_megatron.sources import LiveSource, ReplaySource
 from gspo_megatron.stop import StopRequest
-from gspo_megatron.weights.hf_files import read_hf_config, write_hf_checkpoint
+from gspo_megatron.weights.hf_files import read_hf_config
+from gspo_megatron.weights.hf_writer import write_hf_checkpoint
 
 
 def train(config: Config) -> bool:
@@ -303,16 +304,15 @@ class Run:
             report(f"going on after step {saved.step} from {saved.directory}{other}")
 
     def export(self) -> None:
-        """Write the trained policy to run.dir/hf, by rank 0 from all ranks' shards."""
+        """Write the trained policy to run.dir/hf, by all ranks that send tensors."""
         if not self.config.export.hf_final:
             return
-        if self.source is None:
-            for _ in self.policy.hf_tensors():
-                pass
-        else:
-            directory = Path(self.config.run.dir) / "hf"
-            report(f"trained model: {write_hf_checkpoint(self.policy.hf_tensors(), directory, self.config.model.hf)}")
-        self.mesh.barrier("rank 0 writing the trained model")
+        written = write_hf_checkpoint(
+            self.policy.hf_tensors(), Path(self.config.run.dir) / "hf", self.config.model.hf,
+            writers=self.mesh, shapes=self.policy.hf_shapes,
+        )  # fmt: skip
+        if self.source is not None:
+            report(f"trained model: {written}")
 
     def _sum_gap(self, gap: dict[str, Tensor]) -> dict[str, float]:
         sums = torch.stack([gap["gap_sum"], gap["gap_count"]]).to(self.mesh.device)

@@ -27,7 +27,7 @@ from gspo_megatron.config import Config, OptimizerConfig  # noqa: E402
 from gspo_megatron.config_loader import load_config  # noqa: E402
 from gspo_megatron.data import load_dataset  # noqa: E402
 from gspo_megatron.sources import load_tokenizer, stop_token_ids  # noqa: E402
-from gspo_megatron.weights.hf_files import write_hf_checkpoint  # noqa: E402
+from gspo_megatron.weights.hf_writer import write_hf_checkpoint  # noqa: E402
 
 AVERAGED_BATCHES = 8
 
@@ -75,15 +75,10 @@ def warm_start(config: Config, mesh: Mesh, options: argparse.Namespace) -> None:
             print(f"warm start: update {update}, nll {nll:.3f}, would answer right {rate:.3f}", flush=True)
         if len(recent) == recent.maxlen and rate >= options.target:
             break
-    tensors = policy.hf_tensors()
+    write_hf_checkpoint(policy.hf_tensors(), options.out, options.model, writers=mesh, shapes=policy.hf_shapes)
     if mesh.rank == 0:
-        write_hf_checkpoint(tensors, options.out, options.model)
         seconds = time.monotonic() - started
         print(f"warm start: {update + 1} updates, {seconds:.0f} s, would answer right {rate:.3f}", flush=True)
-    else:
-        for _ in tensors:
-            pass
-    mesh.barrier("rank 0 writing the warm-started model")
 
 
 def main() -> None:

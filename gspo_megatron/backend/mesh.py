@@ -127,6 +127,13 @@ class Mesh:
             dist.broadcast_object_list(box, src=0, group=self.world)
         return box[0]
 
+    def gather_objects(self, value, what: str) -> list:
+        """The values of all ranks by rank, on all of them."""
+        values = [None] * self.world_size
+        with self.waiting_for(what):
+            dist.all_gather_object(values, value, group=self.world)
+        return values
+
     def barrier(self, what: str) -> None:
         with self.waiting_for(what):
             dist.barrier(group=self.world)
