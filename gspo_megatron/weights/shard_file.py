@@ -1,8 +1,8 @@
 """One safetensors file written tensor by tensor, and read back to see that it holds what was written.
 
 Format: https://github.com/huggingface/safetensors: 8 bytes length of the header, the header in JSON, which may
-end in spaces, then the tensors without a gap. Readers view a tensor's bytes in its dtype, so that each must start at a multiple
-of its item size.
+end in spaces, then the tensors without a gap. Readers view a tensor's bytes in its dtype, so that each must start at a
+multiple of its item size.
 """
 
 import json

@@ -175,7 +175,8 @@ def test_a_header_that_is_full_ends_a_shard(tmp_path, reference):
 
 def test_every_tensor_starts_where_its_dtype_can_be_read(tmp_path, reference):
     tensors = {"a": torch.ones(3, dtype=torch.bfloat16), "b": torch.ones(2), "c": torch.tensor(1.0)}
-    tensors |= {"d": torch.ones(0, 4), "e": torch.tensor([True]), "f": torch.ones(2, dtype=torch.float8_e4m3fn), "g": torch.ones(1)}
+    tensors |= {"d": torch.ones(0, 4), "e": torch.tensor([True]), "f": torch.ones(2, dtype=torch.float8_e4m3fn)}
+    tensors["g"] = torch.ones(1)
     out = write_hf_checkpoint(tensors.items(), tmp_path / "out", reference, verified=True)
     assert same(all_tensors(out), tensors)
 
@@ -240,9 +241,12 @@ def test_four_ranks_write_one_checkpoint_or_none(tmp_path, reference):
         for name, case in cases.items()
     ]
     says = {
-        "good": "wrote good", "full": r"HFWriteError: .*\(its shards\): rank 3: .*File too large",
-        "twice": "t1 comes twice", "missing": r"ValueError: .* missing \['t99'\]", "shape": r"ValueError: t2 is \[4, 8\], not \[8, 4\]",
-    }  # fmt: skip
+        "good": "wrote good",
+        "full": r"HFWriteError: .*\(its shards\): rank 3: .*File too large",
+        "twice": "t1 comes twice",
+        "missing": r"ValueError: .* missing \['t99'\]",
+        "shape": r"ValueError: t2 is \[4, 8\], not \[8, 4\]",
+    }
     for results in run_ranks(write_together, 4, arguments):
         for (name, expected), result in zip(says.items(), results, strict=True):
             assert re.search(expected, result), (name, result)
