@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.weights.families import FAMILIES
+from gspo_megatron.weights.families import FAMILIES, Family
 from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
 
@@ -50,7 +50,7 @@ def read_model(directory: Path) -> tuple[ModelInfo | None, list[str]]:
         info = _info(architectures[0], values)
     except (KeyError, TypeError, ValueError) as error:
         return None, [f"{place}: config.json lacks or misspells the size {error}; copy it from the model's source"]
-    return info, [f"{place}: {fault}" for fault in _unsupported(values, info.shape.num_experts > 0)]
+    return info, [f"{place}: {fault}" for fault in _unsupported(values, FAMILIES[architectures[0]])]
 
 
 def _info(architecture: str, values: dict[str, Any]) -> ModelInfo:
@@ -64,44 +64,41 @@ def _info(architecture: str, values: dict[str, Any]) -> ModelInfo:
 
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         size(name)
-    moe = any("{E}" in name for row in FAMILIES[architecture].rows for name in row.hf)
-    sizes = (
-        {"num_experts": 0, "moe_intermediate_size": 0}
-        if not moe
-        else {
-            "num_experts": size("num_experts", "num_local_experts"),
-            "moe_intermediate_size": size("moe_intermediate_size"),
-        }
-    )
-    if not moe:
+    moe = FAMILIES[architecture].is_moe
+    if moe:
+        size("num_experts", "num_local_experts", "n_routed_experts")
+        size("moe_intermediate_size", "intermediate_size")
+    else:
         size("intermediate_size")
+        values = values | {"num_experts": 0}
     return ModelInfo(
         architecture=architecture,
-        shape=ModelShape.from_hf(values | sizes),
+        shape=ModelShape.from_hf(values),
         experts_per_token=size("num_experts_per_tok") if moe else 0,
         max_positions=size("max_position_embeddings"),
     )
 
 
-def _unsupported(values: dict[str, Any], moe: bool) -> list[str]:
-    """Settings of config.json that change the computation in a way that is not modelled here."""
+def _unsupported(values: dict[str, Any], family: Family) -> list[str]:
+    """Settings of config.json that change the computation in a way that the family's model here does not have."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     wrong = {
         "hidden_act": values.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(values.get("attention_bias")),
+        "mlp_bias": bool(values.get("mlp_bias")),
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "quantization_config": values.get("quantization_config") is not None,
         "rope_parameters" if "rope_parameters" in values else "rope_scaling": (
-            rope.get("rope_type", rope.get("type", "default")) != "default"
+            rope.get("rope_type", rope.get("type", "default")) not in family.rope_types
         ),
-        "mlp_only_layers": moe and bool(values.get("mlp_only_layers")),
-        "decoder_sparse_step": moe and values.get("decoder_sparse_step", 1) != 1,
+        "partial_rotary_factor": values.get("partial_rotary_factor", 1.0) != 1.0,
     }
-    return [
+    faults = [
         f"config.json has {name}: {json.dumps(values.get(name))}, which is not supported; use a checkpoint without it"
         for name, is_wrong in wrong.items()
-        if is_wrong
+        if is_wrong and name not in family.models
     ]
+    return faults + family.faults(values)
 
 
 def tokenizer_faults(directory: Path) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from gspo_megatron.checkpoints import SavedRun
 from gspo_megatron.config import Config, ConfigError
@@ -21,7 +21,7 @@ from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_opera
 from gspo_megatron.rollout.weight_sync import SyncReport, WeightSync
 from gspo_megatron.sampling import collect_groups
 from gspo_megatron.types import Rollout
-from gspo_megatron.weights.hf_files import read_hf_config, read_json, torch_dtype
+from gspo_megatron.weights.hf_files import read_hf_config, read_json
 
 Report = Callable[[str], None]
 
@@ -131,14 +131,15 @@ class LiveSource:
         else:
             self.prompts.restore(saved.data)
 
-    def connect_weights(self, shapes: dict[str, tuple[int, ...]], engine_name: Callable[[str], str], backend: str) -> None:
-        """Join the servers for weight updates; `shapes` are all HF tensors that a sync sends."""
-        dtype = torch_dtype(self._config.train.dtype)
+    def connect_weights(
+        self, expected: dict[str, tuple[dtype, tuple[int, ...]]], engine_name: Callable[[str], str], backend: str
+    ) -> None:
+        """Join the servers for weight updates; `expected` are dtype and shape of all HF tensors that a sync sends."""
         self._sync = WeightSync(
             self._config.weights,
             self.urls,
             backend=backend,
-            expected={name: (dtype, shape) for name, shape in shapes.items()},
+            expected=expected,
             engine_name=engine_name,
             report=self._report,
         )

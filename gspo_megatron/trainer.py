@@ -110,7 +110,7 @@ class Run:
             self._load(self._saved)
         if isinstance(self.source, LiveSource):
             backend = "nccl" if self.mesh.device.type == "cuda" else "gloo"
-            self.source.connect_weights(self.policy.hf_shapes, self.policy.family.engine_name, backend)
+            self.source.connect_weights(self.policy.hf_tensor_specs, self.policy.family.engine_name, backend)
 
     def _open_source(self, stack: contextlib.ExitStack) -> None:
         config = self.config

@@ -1,5 +1,6 @@
 """A GPTModel from a Hugging Face config.json: Megatron's configuration, layer spec and the model of this rank."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,12 +10,15 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from gspo_megatron.backend.attention import PackedAttention, RMSNorm
+from gspo_megatron.backend.family_settings import family_settings
 from gspo_megatron.backend.log_likelihood import LogProbHead
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.config import Config, ConfigError
@@ -43,7 +47,6 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
         ffn_hidden_size=shape.ffn or shape.moe_ffn,
         normalization="RMSNorm",
         layernorm_epsilon=hf.get("rms_norm_eps", 1e-6),
-        qk_layernorm=True,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
@@ -75,30 +78,17 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
         apply_rope_fusion=on_gpu and HAVE_TRANSFORMER_ENGINE,
     )
     if shape.num_experts:
-        settings |= _moe_settings(hf, shape, on_gpu)
+        grouped = on_gpu and HAVE_TRANSFORMER_ENGINE
+        settings |= dict(moe_grouped_gemm=grouped, moe_permute_fusion=grouped)
+    settings |= family_settings(hf, shape)
     return TransformerConfig(**{**settings, **config.megatron.transformer})
 
 
-def _moe_settings(hf: dict[str, Any], shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
-    return dict(
-        num_moe_experts=shape.num_experts,
-        moe_router_topk=hf["num_experts_per_tok"],
-        moe_ffn_hidden_size=shape.moe_ffn,
-        # Softmax over the chosen experts equals softmax over all, normalised over the chosen ones.
-        moe_router_pre_softmax=not hf.get("norm_topk_prob", False),
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-        moe_router_dtype="fp32",
-        moe_grouped_gemm=on_gpu and HAVE_TRANSFORMER_ENGINE,
-        moe_permute_fusion=on_gpu and HAVE_TRANSFORMER_ENGINE,
-    )
-
-
-def layer_spec(config: TransformerConfig, on_gpu: bool) -> ModuleSpec:
+def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleSpec:
     """Transformer Engine's layer on GPUs where it is importable, else the local one with packed attention and our norm."""
     arguments = dict(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
+        num_experts=config.num_moe_experts if is_moe else None,
+        moe_grouped_gemm=config.moe_grouped_gemm if is_moe else False,
         qk_layernorm=config.qk_layernorm,
     )
     if on_gpu and HAVE_TRANSFORMER_ENGINE:
@@ -117,8 +107,18 @@ def block_spec(config: TransformerConfig, on_gpu: bool, vp_stage: int | None) ->
         from megatron.core.extensions.transformer_engine import TENorm as norm
     else:
         norm = RMSNorm
-    layers = [layer_spec(config, on_gpu)] * get_num_layers_to_build(config, vp_stage)
+    specs = {is_moe: layer_spec(config, on_gpu, is_moe) for is_moe in (False, True)[: 1 + bool(config.num_moe_experts)]}
+    frequency = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    layers = [specs[bool(frequency[layer])] for layer in _layers_to_build(config, vp_stage)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequence[int]:
+    """Of this chunk, from 0 on over the whole model."""
+    if config.pipeline_model_parallel_layout is not None:
+        return config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    offset = get_transformer_layer_offset(config, vp_stage)
+    return range(offset, offset + get_num_layers_to_build(config, vp_stage))
 
 
 class PolicyModel(GPTModel):

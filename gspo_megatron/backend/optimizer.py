@@ -23,9 +23,20 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: Config) -> list[Distr
     for chunk in chunks:
         _reduce_experts_over_their_replicas(chunk, config.parallel)
         if config.train.dtype == "bf16":
-            chunk = Float16Module(megatron, chunk)
+            chunk = _half_precision(chunk)
         wrapped.append(DistributedDataParallel(megatron, ddp_config, chunk))
     megatron.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def _half_precision(chunk: nn.Module) -> nn.Module:
+    """Megatron's wrapper, which casts all to bf16, with the fp32 buffers (a router's expert_bias) as they were: rounded
+    to bf16 they would choose other experts. Routers keep them fp32 from there on (`_maintain_float32_expert_bias`)."""
+    held = {name: buffer.clone() for name, buffer in chunk.named_buffers() if buffer.dtype == torch.float32}
+    wrapped = Float16Module(chunk.config, chunk)
+    for name, buffer in chunk.named_buffers():
+        if name in held:
+            buffer.data = held[name]
     return wrapped
 
 

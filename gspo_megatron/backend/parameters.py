@@ -2,7 +2,7 @@
 
 import re
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -45,7 +45,10 @@ def places_of_all_ranks(mesh: Mesh, place: Place) -> list[Place]:
 
 
 def global_parameters(chunks: Sequence[nn.Module], place: Place) -> dict[str, Tensor]:
-    """Canonical name with global layer and expert numbers -> this rank's parameter, over all its model chunks."""
+    """Canonical name with global layer and expert numbers -> this rank's parameter, over all its model chunks.
+
+    Buffers that a checkpoint has, say a router's expert_bias, are among them.
+    """
 
     def expert(match: re.Match) -> str:
         return f".local_experts.{place.experts[int(match[1])]}."
@@ -53,7 +56,7 @@ def global_parameters(chunks: Sequence[nn.Module], place: Place) -> dict[str, Te
     params, first = {}, 0
     for chunk in chunks:
         num_layers = 0
-        for name, param in chunk.named_parameters():
+        for name, param in _weights(chunk):
             name = canonical_name(re.sub(r"^(module\.)+", "", name))
             name = re.sub(r"\.local_experts\.(\d+)\.", expert, name)
             match = re.match(r"decoder\.layers\.(\d+)\.", name)
@@ -63,3 +66,11 @@ def global_parameters(chunks: Sequence[nn.Module], place: Place) -> dict[str, Te
             params[name] = param
         first += num_layers
     return params
+
+
+def _weights(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from chunk.named_parameters()
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer

@@ -28,7 +28,7 @@ from gspo_megatron.weights.export import export_hf_tensors
 from gspo_megatron.weights.families import FAMILIES, Family
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
 from gspo_megatron.weights.load import check_files, load_parameters
-from gspo_megatron.weights.plan import blocks_of, hf_shapes, plan_buckets
+from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes, plan_buckets
 from gspo_megatron.weights.rules import ModelShape
 
 MicroBatchLoss = Callable[[int, Tensor], LossOutput]
@@ -68,6 +68,7 @@ class Policy:
         self._reference = ReferenceWeights(self.params) if config.regularizer.kl else None
         self._optimizer, self._scheduler = build_optimizer(self.chunks, config) if train else (None, None)
         self.hf_shapes = hf_shapes(self.family, self.shape)
+        self.hf_dtypes = hf_dtypes(self.family, self.shape, self.dtype, torch.float32)
         self._buckets = plan_buckets(
             self.family, self.shape, places_of_all_ranks(mesh, self._place),
             self.dtype.itemsize, int(config.weights.bucket_mib * 2**20),
@@ -129,11 +130,16 @@ class Policy:
         with self.mesh.waiting_for("other ranks reading a checkpoint"):
             load_policy(directory, self.chunks, self._optimizer, self._scheduler, same_layout)
 
+    @property
+    def hf_tensor_specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Name -> dtype and shape of all that `hf_tensors` gives."""
+        return {name: (self.hf_dtypes[name], shape) for name, shape in self.hf_shapes.items()}
+
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as HF tensors, on rank 0; other ranks get none, but must run the iterator to its end."""
         with self.mesh.waiting_for("weights of other ranks"):
             yield from export_hf_tensors(
-                self.params, self._buckets, self.hf_shapes, None, self.dtype, self.mesh.device
+                self.params, self._buckets, self.hf_shapes, None, self.hf_dtypes, self.mesh.device
             )
 
     def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:

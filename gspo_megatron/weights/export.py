@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gspo_megatron.weights.load import block_slices
 from gspo_megatron.weights.plan import Bucket
 from gspo_megatron.weights.rules import Block
 
@@ -22,7 +21,7 @@ def export_hf_tensors(
     buckets: Sequence[Bucket],
     shapes: Mapping[str, tuple[int, ...]],
     group: ProcessGroup | None,
-    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype],
     device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective over all trainer ranks, each of which must run it to its end; yields (HF name, tensor) on rank 0 only.
@@ -31,6 +30,7 @@ def export_hf_tensors(
     """
     rank = dist.get_rank()
     for bucket in buckets:
+        dtype = dtypes[bucket.names[0]]  # the plan puts one dtype in a bucket
         if rank != 0:
             if rank in bucket.sources:
                 dist.send(_pack(params, bucket.sources[rank], dtype, device), dst=0, group=group)
@@ -55,7 +55,7 @@ def _numel(blocks: Sequence[Block]) -> int:
 def _pack(params: Mapping[str, Tensor], blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> Tensor:
     buffer, offset = torch.empty(_numel(blocks), dtype=dtype, device=device), 0
     for block in blocks:
-        block_data = params[block.param].detach()[block_slices(block.param_start, block.shape)]
+        block_data = params[block.param].detach()[block.param_slices]
         buffer[offset : offset + block.numel].view(block.shape).copy_(block_data)
         offset += block.numel
     return buffer
@@ -67,6 +67,6 @@ def _unpack(bucket: Bucket, received: Mapping[int, Tensor], shapes, dtype, devic
         offset = 0
         for block in blocks:
             data = received[source][offset : offset + block.numel].view(block.shape)
-            tensors[block.hf][block_slices(block.hf_start, block.shape)].copy_(data)
+            block.of_hf(tensors[block.hf]).copy_(data)
             offset += block.numel
     return tensors

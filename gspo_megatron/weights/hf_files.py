@@ -109,6 +109,13 @@ class HFReader:
         except OSError as error:
             raise ConfigError(f"model.hf: {self.directory}: {name} can't be read: {error}") from None
 
+    def read_slices(self, name: str, slices: tuple[int | slice, ...]) -> Tensor:
+        """`tensor[slices]` in the file's dtype, on the CPU; between the steps of a slice all is read."""
+        bounds = [(s, s + 1) if isinstance(s, int) else (s.start, s.stop) for s in slices]
+        inside = tuple(0 if isinstance(s, int) else slice(None, None, s.step) for s in slices)
+        start, shape = tuple(low for low, _ in bounds), tuple(high - low for low, high in bounds)
+        return self.read(name, start, shape)[inside]
+
 
 def torch_dtype(name: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

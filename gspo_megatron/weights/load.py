@@ -34,12 +34,17 @@ def load_parameters(params: Mapping[str, Tensor], blocks: Mapping[str, list[Bloc
             filled = sum(block.numel for block in blocks[name])
             assert filled == param.numel(), f"{name}: {filled} of {param.numel()} elements are filled"
             for block in blocks[name]:
-                view = param[block_slices(block.param_start, block.shape)]
+                view = param[block.param_slices]
                 if block.hf is None:
                     view.zero_()
                 else:
-                    reader.read_into(block.hf, block.hf_start, view)
+                    read_block(reader, block, view)
 
 
-def block_slices(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
+def read_block(reader: HFReader, block: Block, out: Tensor) -> None:
+    """Copy what the files have of a block into `out`, in the parameter's orientation and `out`'s dtype."""
+    if block.is_plain:
+        reader.read_into(block.hf, block.hf_start, out)
+    else:
+        piece = reader.read_slices(block.hf, block.hf_slices)
+        out.copy_(piece.T if block.transposed else piece)

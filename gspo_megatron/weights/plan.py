@@ -8,9 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 from gspo_megatron.weights.families import Family, Row
 from gspo_megatron.weights.rules import Block, Composition, ModelShape, shard_blocks, whole_segments
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,24 +35,44 @@ class Place:
     """0 on one of the ranks that hold the same dense parameters (data and context parallel)."""
     expert_replica: int
     """0 on one of the ranks that hold the same experts."""
+    mtp_layers: tuple[int, ...] = ()
+    """Multi-token-prediction layers, from 0 on."""
+
+
+def _whole_model(shape: ModelShape) -> Place:
+    layers, experts = tuple(range(shape.num_layers)), tuple(range(shape.num_experts))
+    return Place(0, 0, 1, 0, 1, layers, experts, True, True, 0, 0, tuple(range(shape.mtp_layers)))
 
 
 def hf_shapes(family: Family, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every HF tensor of the model with its shape, in the order of the family's table, layer by layer."""
-    everything = Place(
-        0, 0, 1, 0, 1, tuple(range(shape.num_layers)), tuple(range(shape.num_experts)), True, True, 0, 0
-    )
     shapes: dict[str, tuple[int, ...]] = {}
-    for _, composition, _ in _parameters(family, shape, everything):
+    for _, _, composition in _parameters(family, shape, _whole_model(shape)):
         lengths: dict[str, int] = defaultdict(int)
+        indices: dict[str, int] = {}
         for segment in whole_segments(composition):
-            lengths[segment.hf] += segment.length
+            end = segment.start + (segment.length - 1) * segment.step + 1
+            lengths[segment.tensor] = max(lengths[segment.tensor], end)
+            if segment.index is not None:
+                indices[segment.tensor] = segment.index
+        axis = composition.axis or 0
         for hf, length in lengths.items():
-            if composition.other is None:
-                shapes[hf] = (length,)
-            else:
-                shapes[hf] = (composition.other, length) if composition.axis == 1 else (length, composition.other)
+            size = (*composition.other[:axis], length, *composition.other[axis:])
+            size = size[::-1] if composition.transposed else size
+            known = shapes.get(hf, (0,) * (len(size) + 1))
+            if hf in indices:
+                size = (max(indices[hf] + 1, known[0]), *(max(pair) for pair in zip(size, known[1:], strict=True)))
+            shapes[hf] = size
     return shapes
+
+
+def hf_dtypes(family: Family, shape: ModelShape, dtype: T, fp32: T | str = "float32") -> dict[str, T | str]:
+    """Every HF tensor with the dtype it has outside the trainer: `dtype`, or `fp32` for those that stay so."""
+    dtypes: dict[str, T | str] = {}
+    for row, _, composition in _parameters(family, shape, _whole_model(shape)):
+        for segment in whole_segments(composition):
+            dtypes[segment.tensor] = fp32 if row.keep_fp32 else dtype
+    return dtypes
 
 
 def tensor_faults(found: Mapping[str, tuple[int, ...]], family: Family, shape: ModelShape) -> list[str]:
@@ -58,6 +82,8 @@ def tensor_faults(found: Mapping[str, tuple[int, ...]], family: Family, shape: M
     ignored = [re.compile(pattern) for pattern in family.ignored]
     if shape.tied_embeddings:
         ignored.append(re.compile(r"lm_head\.weight"))
+    dropped = range(shape.num_layers + shape.mtp_layers, shape.num_layers + shape.mtp_layers_in_files)
+    ignored += [re.compile(rf"model\.layers\.{layer}\..*") for layer in dropped]
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(n for n in found.keys() - expected.keys() if not any(p.fullmatch(n) for p in ignored))
     wrong = [n for n in sorted(expected.keys() & found.keys()) if tuple(found[n]) != expected[n]]
@@ -82,8 +108,8 @@ def _some(names: Sequence[str]) -> str:
 def blocks_of(family: Family, shape: ModelShape, place: Place) -> dict[str, list[Block]]:
     """Canonical Megatron name (global layer and expert) -> the blocks of this rank's shard, every parameter of it."""
     blocks = {}
-    for param, composition, is_expert in _parameters(family, shape, place):
-        rank, size = _cut(place, is_expert)
+    for row, param, composition in _parameters(family, shape, place):
+        rank, size = _cut(place, row.is_expert)
         blocks[param] = shard_blocks(param, composition, rank, size)
     return blocks
 
@@ -92,8 +118,8 @@ def owned_blocks(family: Family, shape: ModelShape, place: Place) -> list[Block]
     """The blocks that this rank is the one to send, so that over all ranks every HF element is sent exactly once."""
     owned: list[Block] = []
     parameters = _parameters(family, shape, place, dense=place.dense_replica == 0, experts=place.expert_replica == 0)
-    for param, composition, is_expert in parameters:
-        rank, size = _cut(place, is_expert)
+    for row, param, composition in parameters:
+        rank, size = _cut(place, row.is_expert)
         tied_copy = shape.tied_embeddings and param == _OUTPUT
         if not tied_copy and (composition.axis is not None or rank == 0):
             owned += [block for block in shard_blocks(param, composition, rank, size) if block.hf is not None]
@@ -111,19 +137,20 @@ def _cut(place: Place, is_expert: bool) -> tuple[int, int]:
 
 def _parameters(
     family: Family, shape: ModelShape, place: Place, dense: bool = True, experts: bool = True
-) -> Iterable[tuple[str, Composition, bool]]:
-    """(canonical global name, composition, whether it belongs to an expert) of all parameters of a place."""
+) -> Iterable[tuple[Row, str, Composition]]:
+    """(row, canonical global name, composition) of all parameters of a place, `dense` and `experts` or one of them."""
     for row in family.rows if dense else ():
-        if "{L}" not in row.megatron and _holds(row.megatron, shape, place):
-            yield row.megatron, row.rule(_tied(family, shape, row), shape, place.tensor_size), False
-    for layer in place.layers:
-        for row in family.rows:
-            is_expert = "{E}" in row.megatron
-            if "{L}" not in row.megatron or not (experts if is_expert else dense):
-                continue
-            for expert in place.experts if is_expert else (0,):
-                hf = tuple(name.format(L=layer, E=expert) for name in row.hf)
-                yield row.megatron.format(L=layer, E=expert), row.rule(hf, shape, _cut(place, is_expert)[1]), is_expert
+        if not (row.is_layer or row.is_mtp) and row.exists(shape, None) and _holds(row.megatron, shape, place):
+            yield row, row.megatron, row.rule(_tied(family, shape, row), shape, place.tensor_size)
+    numbered = [(row, layer, None) for layer in place.layers for row in family.rows if row.is_layer]
+    numbered += [(row, shape.num_layers + m, m) for m in place.mtp_layers for row in family.rows if row.is_mtp]
+    for row, layer, mtp in numbered:
+        if not (experts if row.is_expert else dense) or not row.exists(shape, layer):
+            continue
+        for expert in place.experts if row.is_expert else (0,):
+            hf = tuple(name.format(L=layer, E=expert) for name in row.hf)
+            param = row.megatron.format(L=layer, E=expert, M=mtp)
+            yield row, param, row.rule(hf, shape, _cut(place, row.is_expert)[1])
 
 
 def _holds(megatron: str, shape: ModelShape, place: Place) -> bool:
@@ -157,7 +184,7 @@ def plan_buckets(
 
     Raises AssertionError where the blocks of all places don't add up to the tensors: a fault in a table.
     """
-    shapes = hf_shapes(family, shape)
+    shapes, dtypes = hf_shapes(family, shape), hf_dtypes(family, shape, "training")
     by_name: dict[str, list[tuple[int, Block]]] = defaultdict(list)
     for place in places:
         for block in owned_blocks(family, shape, place):
@@ -168,12 +195,13 @@ def plan_buckets(
     buckets: list[Bucket] = []
     names: list[str] = []
     num_bytes = 0
-    for name, size in shapes.items():
-        if names and num_bytes + prod(size) * element_size > bucket_bytes:
+    for name in sorted(shapes, key=lambda name: dtypes[name] != "training"):  # one dtype a bucket
+        size = prod(shapes[name]) * (element_size if dtypes[name] == "training" else 4)
+        if names and (num_bytes + size > bucket_bytes or dtypes[name] != dtypes[names[-1]]):
             buckets.append(_bucket(names, by_name, num_bytes))
             names, num_bytes = [], 0
         names.append(name)
-        num_bytes += prod(size) * element_size
+        num_bytes += size
     return [*buckets, _bucket(names, by_name, num_bytes)]
 
 

@@ -7,7 +7,7 @@ after the other. Axis 0 is the output dimension, axis 1 the input dimension of a
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -27,36 +27,88 @@ class ModelShape:
     """0 for a dense model."""
     vocab: int
     tied_embeddings: bool
+    dense_layers: tuple[int, ...] = ()
+    """Layers of a mixture-of-experts model, from 0 on, that have one MLP of `ffn` in place of experts."""
+    shared_ffn: int = 0
+    """Width of the expert that all tokens pass, 0 for none."""
+    attention_bias: bool = False
+    """The query, key and value projections have biases, where the family leaves the choice to config.json."""
+    qk_norm: bool = False
+    """Norms on query and key heads, where the family leaves the choice to config.json."""
+    mtp_layers: int = 0
+    """Multi-token-prediction layers that are kept."""
+    mtp_layers_in_files: int = 0
+    """Those that the checkpoint has, as layers `num_layers` and up."""
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelShape":
-        heads = config["num_attention_heads"]
+        """Sizes by the names that the families' config.json files give them. Raises KeyError for one that is missing."""
+        heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
+        num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
+        # Mixtral and gpt-oss have no dense layers, and call their experts' width intermediate_size
+        moe_ffn = _first(config, "moe_intermediate_size", *(["intermediate_size"] if num_experts else [])) or 0
         return cls(
             hidden=config["hidden_size"],
-            num_layers=config["num_hidden_layers"],
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             ffn=config.get("intermediate_size") or 0,
-            moe_ffn=config.get("moe_intermediate_size") or 0,
-            # transformers 5 writes num_local_experts where the published checkpoints have num_experts
-            num_experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+            moe_ffn=moe_ffn,
+            num_experts=num_experts,
             vocab=config["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings")),
+            dense_layers=tuple(layer for layer in range(num_layers) if _is_dense(config, layer)) if num_experts else (),
+            shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * moe_ffn,
+            attention_bias=bool(config.get("attention_bias")),
+            qk_norm=bool(config.get("use_qk_norm")),
+            mtp_layers_in_files=config.get("num_nextn_predict_layers") or 0,
         )
+
+    def is_moe(self, layer: int | None) -> bool:
+        """Whether a layer has experts. Multi-token-prediction layers, counted on behind the last, are as that one."""
+        return self.num_experts > 0 and layer is not None and min(layer, self.num_layers - 1) not in self.dense_layers
 
     def padded_vocab(self, tensor: int) -> int:
         """Vocabulary rounded up so that every one of `tensor` ranks holds as many rows; padded rows hold zeros."""
         return -(-self.vocab // tensor) * tensor
 
 
+def _first(config: dict[str, Any], *names: str) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def _is_dense(config: dict[str, Any], layer: int) -> bool:
+    """By the first layers (DeepSeek, GLM), a list, or every so many layers (Qwen)."""
+    return (
+        layer < (config.get("first_k_dense_replace") or 0)
+        or layer in (config.get("mlp_only_layers") or ())
+        or (layer + 1) % (config.get("decoder_sparse_step") or 1) != 0
+    )
+
+
 @dataclass(frozen=True)
 class Segment:
-    """`length` rows (or columns) of one HF tensor from `start` on; `hf` is None for padding, which no tensor fills."""
+    """`length` rows (or columns) of one HF tensor, every `step`-th from `start` on.
+
+    `hf` is None for padding, which no tensor fills. A name that ends in a number in brackets, `experts.down_proj[3]`,
+    is a slice of a tensor with one axis more, in front.
+    """
 
     hf: str | None
     start: int
     length: int
+    step: int = 1
+
+    @property
+    def tensor(self) -> str:
+        """The HF tensor's name, without a slice."""
+        return self.hf[: self.hf.rindex("[")] if self.hf.endswith("]") else self.hf
+
+    @property
+    def index(self) -> int | None:
+        """Of the slice, None for a whole tensor."""
+        return int(self.hf[self.hf.rindex("[") + 1 : -1]) if self.hf and self.hf.endswith("]") else None
 
 
 Part = tuple[Segment, ...]
@@ -64,21 +116,24 @@ Part = tuple[Segment, ...]
 
 @dataclass(frozen=True)
 class Composition:
-    """A whole Megatron parameter: its parts along `axis`, and its size along the other axis (None for a vector).
+    """A whole Megatron parameter: its parts along `axis`, and its sizes along the others (none for a vector).
 
-    `axis` None says that every tensor rank holds all of it.
+    `axis` None says that every tensor rank holds all of it. `transposed` says that the HF tensors hold the matrix as
+    [in, out].
     """
 
     axis: int | None
     parts: tuple[Part, ...]
-    other: int | None
+    other: tuple[int, ...] = ()
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
 class Block:
     """One rectangle that an HF tensor and a rank's shard of a Megatron parameter share.
 
-    `hf_start` and `param_start` are the offsets per axis, `shape` its size. `hf` None marks padding.
+    `param_start` are the offsets per axis, `shape` its size. Where it lies in the HF tensor is what `hf_slices` says, and
+    `of_hf` takes it out; `hf_start` and `hf_step` are counted along the parameter's axes. `hf` None marks padding.
     """
 
     hf: str | None
@@ -86,10 +141,39 @@ class Block:
     param: str
     param_start: tuple[int, ...]
     shape: tuple[int, ...]
+    hf_step: tuple[int, ...] | None = None
+    """None for steps of 1."""
+    hf_index: int | None = None
+    """Which slice of a tensor with one axis more, in front."""
+    transposed: bool = False
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """The rectangle lies in the HF tensor as it does in the parameter: at `hf_start`, without steps."""
+        return self.hf_step is None and self.hf_index is None and not self.transposed
+
+    @property
+    def param_slices(self) -> tuple[slice, ...]:
+        """Index of the rectangle in the rank's shard of the parameter."""
+        return tuple(slice(low, low + size) for low, size in zip(self.param_start, self.shape, strict=True))
+
+    @property
+    def hf_slices(self) -> tuple[int | slice, ...]:
+        """Index of the rectangle in the HF tensor, which gives it transposed where `transposed` is set."""
+        steps = self.hf_step or (1,) * len(self.shape)
+        places = zip(self.hf_start, self.shape, steps, strict=True)
+        slices = tuple(slice(low, low + (size - 1) * step + 1, step) for low, size, step in places)
+        slices = slices[::-1] if self.transposed else slices
+        return slices if self.hf_index is None else (self.hf_index, *slices)
+
+    def of_hf(self, tensor: Any) -> Any:
+        """The rectangle as a view of the whole HF tensor (torch or numpy), in the parameter's orientation."""
+        view = tensor[self.hf_slices]
+        return view.T if self.transposed else view
 
 
 Rule = Callable[[tuple[str, ...], ModelShape, int], Composition]
@@ -98,24 +182,24 @@ Rule = Callable[[tuple[str, ...], ModelShape, int], Composition]
 
 def vector(length: Callable[[ModelShape], int]) -> Rule:
     """A replicated vector, say a norm's weight."""
-    return lambda hf, shape, tensor: Composition(None, ((Segment(hf[0], 0, length(shape)),),), None)
+    return lambda hf, shape, tensor: Composition(None, ((Segment(hf[0], 0, length(shape)),),))
 
 
 def replicated(rows: Callable[[ModelShape], int], columns: Callable[[ModelShape], int]) -> Rule:
     """A matrix that every tensor rank holds whole, say the router's."""
-    return lambda hf, shape, tensor: Composition(None, ((Segment(hf[0], 0, rows(shape)),),), columns(shape))
+    return lambda hf, shape, tensor: Composition(None, ((Segment(hf[0], 0, rows(shape)),),), (columns(shape),))
 
 
 def row_parallel(rows: Callable[[ModelShape], int], columns: Callable[[ModelShape], int]) -> Rule:
     """A matrix cut along its input dimension."""
-    return lambda hf, shape, tensor: Composition(1, ((Segment(hf[0], 0, columns(shape)),),), rows(shape))
+    return lambda hf, shape, tensor: Composition(1, ((Segment(hf[0], 0, columns(shape)),),), (rows(shape),))
 
 
 def vocabulary(hf: tuple[str, ...], shape: ModelShape, tensor: int) -> Composition:
     """Embedding or output layer: rows are tokens, padded so that every tensor rank has as many."""
     padding = shape.padded_vocab(tensor) - shape.vocab
     rows = (Segment(hf[0], 0, shape.vocab), *((Segment(None, 0, padding),) if padding else ()))
-    return Composition(0, (rows,), shape.hidden)
+    return Composition(0, (rows,), (shape.hidden,))
 
 
 def qkv(hf: tuple[str, ...], shape: ModelShape, tensor: int) -> Composition:
@@ -129,7 +213,12 @@ def qkv(hf: tuple[str, ...], shape: ModelShape, tensor: int) -> Composition:
         rows.append(Segment(query, group * queries, queries))
         rows.append(Segment(key, group * head, head))
         rows.append(Segment(value, group * head, head))
-    return Composition(0, (tuple(rows),), shape.hidden)
+    return Composition(0, (tuple(rows),), (shape.hidden,))
+
+
+def qkv_bias(hf: tuple[str, ...], shape: ModelShape, tensor: int) -> Composition:
+    """The bias of linear_qkv, in the order of its rows."""
+    return replace(qkv(hf, shape, tensor), other=())
 
 
 def gated(ffn: Callable[[ModelShape], int]) -> Rule:
@@ -137,7 +226,7 @@ def gated(ffn: Callable[[ModelShape], int]) -> Rule:
 
     def rule(hf: tuple[str, ...], shape: ModelShape, tensor: int) -> Composition:
         gate, up = hf
-        return Composition(0, ((Segment(gate, 0, ffn(shape)),), (Segment(up, 0, ffn(shape)),)), shape.hidden)
+        return Composition(0, ((Segment(gate, 0, ffn(shape)),), (Segment(up, 0, ffn(shape)),)), (shape.hidden,))
 
     return rule
 
@@ -152,7 +241,6 @@ def shard_blocks(param: str, composition: Composition, rank: int, size: int) -> 
 
     Raises ValueError where a part can't be cut into `size` equal ranges.
     """
-    axis = composition.axis or 0
     if composition.axis is None:
         rank, size = 0, 1
     blocks, offset = [], 0
@@ -165,16 +253,27 @@ def shard_blocks(param: str, composition: Composition, rank: int, size: int) -> 
         for segment in part:
             start, stop = max(low, position), min(high, position + segment.length)
             if start < stop:
-                hf_start = segment.start + start - position
-                blocks.append(_block(param, segment.hf, axis, hf_start, offset, stop - start, composition.other))
+                hf_start = segment.start + (start - position) * segment.step
+                blocks.append(_block(param, composition, segment, hf_start, offset, stop - start))
                 offset += stop - start
             position += segment.length
     return blocks
 
 
-def _block(param, hf, axis, hf_start, param_start, length, other) -> Block:
-    if other is None:
-        return Block(hf, (hf_start,), param, (param_start,), (length,))
-    if axis == 0:
-        return Block(hf, (hf_start, 0), param, (param_start, 0), (length, other))
-    return Block(hf, (0, hf_start), param, (0, param_start), (other, length))
+def _block(param: str, composition: Composition, segment: Segment, start: int, param_start: int, length: int) -> Block:
+    axis = composition.axis or 0
+
+    def along_axes(value: int, others: tuple[int, ...]) -> tuple[int, ...]:
+        return (*others[:axis], value, *others[axis:])
+
+    zeros, ones = (0,) * len(composition.other), (1,) * len(composition.other)
+    return Block(
+        hf=segment.hf and segment.tensor,
+        hf_start=along_axes(start, zeros),
+        param=param,
+        param_start=along_axes(param_start, zeros),
+        shape=along_axes(length, composition.other),
+        hf_step=along_axes(segment.step, ones) if segment.step > 1 else None,
+        hf_index=segment.index,
+        transposed=composition.transposed,
+    )

@@ -170,11 +170,11 @@ def test_model_directory(tmp_path, model, faults_of):
     expect(faults_of(), "model.hf:", "has no config.json")
     (model / "config.json").write_text("{")
     expect(faults_of(), "config.json cannot be read as JSON")
-    (model / "config.json").write_text(json.dumps(TINY | {"architectures": ["LlamaForCausalLM"]}))
-    expect(faults_of(), "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    (model / "config.json").write_text(json.dumps(TINY | {"architectures": ["GPT2LMHeadModel"]}))
+    expect(faults_of(), "GPT2LMHeadModel", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     (model / "config.json").write_text(json.dumps(TINY | {"hidden_size": None}))
     expect(faults_of(), "hidden_size")
-    for key, value in (("attention_bias", True), ("decoder_sparse_step", 2), ("rope_scaling", {"rope_type": "yarn"})):
+    for key, value in (("attention_bias", True), ("hidden_act", "gelu"), ("rope_scaling", {"rope_type": "yarn"})):
         (model / "config.json").write_text(json.dumps(TINY | {key: value}))
         expect(faults_of(), key, "not supported")
 

@@ -4,7 +4,6 @@ import random
 
 import numpy as np
 
-from gspo_megatron.weights.load import block_slices
 from gspo_megatron.weights.plan import Place
 from gspo_megatron.weights.rules import Block, ModelShape
 
@@ -32,9 +31,9 @@ def shard_from_blocks(blocks: list[Block], hf: dict[str, np.ndarray], shape: tup
     """A rank's shard filled block by block; -1 where no block reaches, 0 at padding."""
     shard = np.full(shape, -1, dtype=np.int64)
     for block in blocks:
-        where = block_slices(block.param_start, block.shape)
+        where = block.param_slices
         assert (shard[where] == -1).all(), f"{block} overlaps another block"
-        shard[where] = 0 if block.hf is None else hf[block.hf][block_slices(block.hf_start, block.shape)]
+        shard[where] = 0 if block.hf is None else block.of_hf(hf[block.hf])
     return shard
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from gspo_megatron.config import ConfigError
 from gspo_megatron.weights.families import FAMILIES
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config
-from gspo_megatron.weights.load import block_slices, check_files, load_parameters
+from gspo_megatron.weights.load import check_files, load_parameters
 from gspo_megatron.weights.plan import blocks_of
 from gspo_megatron.weights.rules import ModelShape
 
@@ -52,8 +52,8 @@ def test_values_arrive_in_the_dtype_of_the_parameter(tiny_qwen3_moe, dtype, rank
     for name, parts in blocks.items():
         assert not params[name].isnan().any()
         for block in parts:
-            expected = tensors[block.hf][block_slices(block.hf_start, block.shape)].to(dtype)
-            assert torch.equal(params[name][block_slices(block.param_start, block.shape)], expected)
+            expected = block.of_hf(tensors[block.hf]).to(dtype)
+            assert torch.equal(params[name][block.param_slices], expected)
 
 
 def test_a_bf16_file_fills_fp32_parameters_exactly(checkpoint):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from gspo_megatron.weights.families import FAMILIES
 from gspo_megatron.weights.hf_files import read_hf_config
-from gspo_megatron.weights.load import block_slices
 from gspo_megatron.weights.plan import blocks_of, hf_shapes, owned_blocks, plan_buckets
 from gspo_megatron.weights.rules import ModelShape
 from make_tiny_model import make_tiny_model
@@ -36,7 +35,7 @@ def test_owned_blocks_cover_every_element_once(seed):
     counts = {name: np.zeros(size, dtype=int) for name, size in hf_shapes(family, shape).items()}
     for place in ranks:
         for block in owned_blocks(family, shape, place):
-            counts[block.hf][block_slices(block.hf_start, block.shape)] += 1
+            counts[block.hf][block.hf_slices] += 1
     assert {name: (count.min(), count.max()) for name, count in counts.items()} == dict.fromkeys(counts, (1, 1))
 
 
@@ -50,7 +49,7 @@ def test_blocks_fill_every_parameter_without_overlap(seed):
             counts = np.zeros(np.max(ends, axis=0), dtype=int)
             for block in blocks:
                 assert block.param == param
-                counts[block_slices(block.param_start, block.shape)] += 1
+                counts[block.param_slices] += 1
             assert (counts == 1).all(), param
 
 
