@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core import __version__  # noqa: E402
 
-from tests.distributed.cases import CASES  # noqa: E402
+from tests.distributed.cases import CASES, FAMILY_CASES  # noqa: E402
 from tests.distributed.compare import Differences  # noqa: E402
 from tests.distributed.runs import Runs  # noqa: E402
 
@@ -71,8 +71,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         runs = Runs(Path(directory))
         rows = []
-        for world in sorted({case.world for case in CASES}):
-            rows += [row(found) for found in runs.differences([case for case in CASES if case.world == world])]
+        for cases in (CASES, FAMILY_CASES):
+            for world in sorted({case.world for case in cases}):
+                rows += [row(found) for found in runs.differences([case for case in cases if case.world == world])]
     path = ROOT / "docs" / "equivalence.md"
     path.write_text(TEXT.format(version=__version__, rows="\n".join(rows)))
     print(f"{path.relative_to(ROOT)}: {len(rows)} layouts")

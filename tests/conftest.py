@@ -24,6 +24,19 @@ ensure_torchvision_operators()
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--without-server", action="store_true", help="leave out what asks the shared SGLang server: it is not installed"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--without-server"):
+        left_out = [item for item in items if "sglang_server" in item.fixturenames]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory) -> Path:
     """Directory of a tiny random Qwen3-MoE checkpoint, fp32, seed 1. Tests must not write into it."""

@@ -13,6 +13,8 @@ class Case:
     """Least number of micro-batches a rank and mini-batch."""
     transformer: dict[str, Any] = field(default_factory=dict)
     """`megatron.transformer`, for pipelines that are not cut evenly."""
+    family: str = "qwen3_moe"
+    """Of the tiny model, as `make_tiny_model` names it."""
 
     @property
     def name(self) -> str:
@@ -25,7 +27,8 @@ class Case:
             axes.append(f"dp{self.data}")
         uneven = [f"{key}={value}" for key, value in self.transformer.items()]
         split = [f"{self.micro_batches} micro-batches"] if self.micro_batches > 1 else []
-        return ", ".join([" x ".join(axes) or "one rank", *uneven, *split])
+        family = [self.family] if self.family != "qwen3_moe" else []
+        return ", ".join([*family, " x ".join(axes) or "one rank", *uneven, *split])
 
     @property
     def data(self) -> int:
@@ -35,8 +38,11 @@ class Case:
         return self.world // dense
 
 
-def case(world: int, micro_batches: int = 1, transformer: dict[str, Any] | None = None, **parallel: int) -> Case:
-    return Case(world, parallel, micro_batches, transformer or {})
+def case(
+    world: int, micro_batches: int = 1, transformer: dict[str, Any] | None = None, family: str = "qwen3_moe",
+    **parallel: int,
+) -> Case:  # fmt: skip
+    return Case(world, parallel, micro_batches, transformer or {}, family)
 
 
 TP, PP, CP, EP, ETP = ({axis: 2} for axis in ("tensor", "pipeline", "context", "expert", "expert_tensor"))
@@ -92,3 +98,18 @@ LARGER = [
 ]  # fmt: skip
 
 CASES = SPLITS + SINGLE_AXES + PAIRS + LARGER
+
+OTHER_FAMILIES = ("qwen3",)
+"""Each runs on every axis and on all dense axes at once; qwen3_moe on everything above."""
+DENSE_FAMILIES = ("qwen3",)
+
+
+def family_cases(family: str) -> list[Case]:
+    expert_axes = [] if family in DENSE_FAMILIES else [case(2, family=family, **axis) for axis in (EP, ETP)]
+    return [
+        *(case(2, family=family, **axis) for axis in (TP, PP, VPP, CP)), *expert_axes,
+        case(1, micro_batches=5, family=family), case(8, family=family, **TP, **PP, **CP),
+    ]  # fmt: skip
+
+
+FAMILY_CASES = [one for family in OTHER_FAMILIES for one in family_cases(family)]

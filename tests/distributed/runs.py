@@ -29,21 +29,35 @@ class Runs:
     """Trains cases and compares them with one rank in fp32."""
 
     def __init__(self, directory: Path):
-        self.model, self.rollouts = directory / "model", directory / "rollouts"
-        self.reference = directory / "one_rank.pt"
-        make_tiny_model("qwen3_moe", self.model, seed=1, overrides={"num_hidden_layers": 4})
+        self._directory, self.rollouts = directory, directory / "rollouts"
+        self.model = self._made("qwen3_moe")
         save_rollouts(self.rollouts)
         (self.trace,) = self.traces([case(1)])
-        torch.save(self.trace, self.reference)
+        torch.save(self.trace, self._reference("qwen3_moe"))
+
+    def _made(self, family: str) -> Path:
+        model = self._directory / family
+        if not model.exists():
+            make_tiny_model(family, model, seed=1, overrides={"num_hidden_layers": 4})
+        return model
+
+    def _reference(self, family: str) -> Path:
+        return self._directory / f"one_rank_{family}.pt"
 
     def traces(self, cases: list[Case], dtype: str = "fp32") -> list[Trace]:
-        return self._run(cases, None, dtype)
+        return self._run(cases, {}, dtype)
 
     def differences(self, cases: list[Case]) -> list[Differences]:
-        return self._run(cases, self.reference, "fp32")
+        families = list(dict.fromkeys(one.family for one in cases))
+        new = [family for family in families if not self._reference(family).exists()]
+        if new:
+            for family, trace in zip(new, self.traces([case(1, family=family) for family in new]), strict=True):
+                torch.save(trace, self._reference(family))
+        return self._run(cases, {family: self._reference(family) for family in families}, "fp32")
 
-    def _run(self, cases: list[Case], reference: Path | None, dtype: str) -> list:
+    def _run(self, cases: list[Case], references: dict[str, Path], dtype: str) -> list:
         """All cases must have one world size. Bounded by 40 s a case, of which a free machine needs 3."""
         (world,) = {one.world for one in cases}
-        arguments = (self.model, self.rollouts, cases, free_ports(len(cases)), reference, dtype)
+        models = {family: self._made(family) for family in {one.family for one in cases}}
+        arguments = (models, self.rollouts, cases, free_ports(len(cases)), references, dtype)
         return run_ranks(train_cases, world, *arguments, timeout_s=60 + 40 * len(cases))[0]

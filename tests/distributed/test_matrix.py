@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cases import CASES
+from tests.distributed.cases import CASES, FAMILY_CASES
 from tests.distributed.compare import Differences
 
 LOG_PROBS = 1e-5
@@ -39,9 +39,20 @@ WORLDS = [
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_layout_equals_one_rank(runs, world):
     cases = [case for case in CASES if case.world == world]
+    assert [fault for found in differences_of(runs, cases) for fault in faults(found)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", sorted({case.world for case in FAMILY_CASES}))
+def test_a_layout_of_another_family_equals_one_rank(runs, world):
+    cases = [case for case in FAMILY_CASES if case.world == world]
+    assert [fault for found in differences_of(runs, cases) for fault in faults(found)] == []
+
+
+def differences_of(runs, cases) -> list[Differences]:
     differences = runs.differences(cases)
     assert len(differences) == len(cases)
-    assert [fault for found in differences for fault in faults(found)] == []
+    return differences
 
 
 def test_the_matrix_is_as_wide_as_it_says():

@@ -3,7 +3,7 @@
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,17 +144,17 @@ def _replica_spread(policy: Policy, mesh: Mesh) -> dict[str, float]:
 
 
 def train_cases(
-    model: Path, rollouts: Path, cases: Sequence[Case], ports: Sequence[int], reference: Path | None, dtype: str
-) -> list[Differences] | list[Trace]:
-    """All cases one after the other on the same ranks; rank 0 answers the differences to the trace in `reference`, or
-    without one the traces themselves. Other ranks answer an empty list."""
-    is_zero, expected, answers = os.environ["RANK"] == "0", None, []
-    if reference is not None and is_zero:
-        expected = torch.load(reference, weights_only=False)
+    models: Mapping[str, Path], rollouts: Path, cases: Sequence[Case], ports: Sequence[int],
+    references: Mapping[str, Path], dtype: str,
+) -> list[Differences] | list[Trace]:  # fmt: skip
+    """All cases one after the other on the same ranks; rank 0 answers the differences to the traces in `references`
+    (family -> file), or without them the traces themselves. Other ranks answer an empty list."""
+    is_zero, answers = os.environ["RANK"] == "0", []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        trace = train_case(model, rollouts, case, dtype)
+        trace = train_case(models[case.family], rollouts, case, dtype)
         if is_zero:
-            answers.append(trace if expected is None else compare(case, trace, expected))
+            reference = references.get(case.family)
+            answers.append(compare(case, trace, torch.load(reference, weights_only=False)) if reference else trace)
             print(f"{case.name}: {trace.seconds:.1f} s", flush=True)
     return answers
