@@ -24,11 +24,12 @@ from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
 from gspo_megatron.backend.parameters import global_parameters, place_of_rank, places_of_all_ranks
 from gspo_megatron.backend.reference import ReferenceWeights
 from gspo_megatron.config import Config, ConfigError
-from gspo_megatron.weights.export import export_hf_tensors
+from gspo_megatron.weights.export import HFBucket, export_buckets
 from gspo_megatron.weights.families import FAMILIES, Family
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
 from gspo_megatron.weights.load import check_files, load_parameters
-from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes, plan_buckets
+from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes
+from gspo_megatron.weights.reshard import SENDERS, ReshardPlan, plan_reshard
 from gspo_megatron.weights.rules import ModelShape
 
 MicroBatchLoss = Callable[[int, Tensor], LossOutput]
@@ -69,10 +70,9 @@ class Policy:
         self._optimizer, self._scheduler = build_optimizer(self.chunks, config) if train else (None, None)
         self.hf_shapes = hf_shapes(self.family, self.shape)
         self.hf_dtypes = hf_dtypes(self.family, self.shape, self.dtype, torch.float32)
-        self._buckets = plan_buckets(
-            self.family, self.shape, places_of_all_ranks(mesh, self._place),
-            self.dtype.itemsize, int(config.weights.bucket_mib * 2**20),
-        )  # fmt: skip
+        self._places = places_of_all_ranks(mesh, self._place)
+        self._bucket_bytes = int(config.weights.bucket_mib * 2**20)
+        self._plans: dict[str, ReshardPlan] = {}
 
     def log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
         """Log-probs of all trained tokens, fp32 [T] a micro-batch, nats, 0 elsewhere; whole micro-batches, on all
@@ -135,12 +135,24 @@ class Policy:
         """Name -> dtype and shape of all that `hf_tensors` gives."""
         return {name: (self.hf_dtypes[name], shape) for name, shape in self.hf_shapes.items()}
 
-    def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as HF tensors, on rank 0; other ranks get none, but must run the iterator to its end."""
+    def reshard_plan(self, senders: str = "first", dtype: torch.dtype | None = None) -> ReshardPlan:
+        """Which rank brings what to which sender; `dtype` in place of the tensors' own. No message is sent."""
+        dtypes = dict.fromkeys(self.hf_shapes, dtype) if dtype else self.hf_dtypes
+        ranks = SENDERS[senders](self._places)
+        return plan_reshard(self.family, self.shape, self._places, dtypes, ranks, self._bucket_bytes)
+
+    def hf_tensors(self, senders: str = "first") -> Iterator[tuple[str, Tensor]]:
+        """All weights as whole HF tensors, each on one sender: the `first` rank, one rank of each of the pipeline
+        `stages`, or `all` ranks. Other ranks get none, but must run the iterator to its end."""
+        for bucket in self.hf_buckets(senders):
+            yield from zip(bucket.names, bucket.tensors, strict=True)
+
+    def hf_buckets(self, senders: str = "first") -> Iterator[HFBucket]:
+        """As `hf_tensors`, by whole buckets; one is valid until the next is asked for."""
+        if senders not in self._plans:
+            self._plans[senders] = self.reshard_plan(senders)
         with self.mesh.waiting_for("weights of other ranks"):
-            yield from export_hf_tensors(
-                self.params, self._buckets, self.hf_shapes, None, self.hf_dtypes, self.mesh.device
-            )
+            yield from export_buckets(self.params, self._plans[senders], None, self.mesh.device)
 
     def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:
         """One pass of Megatron's schedule over the micro-batches; the last stage's outputs in their order."""

@@ -7,7 +7,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TypeVar
 
 from gspo_megatron.weights.families import Family, Row
@@ -166,48 +165,3 @@ def _tied(family: Family, shape: ModelShape, row: Row) -> tuple[str, ...]:
     if row.megatron == _OUTPUT and shape.tied_embeddings:
         return next(other.hf for other in family.rows if other.megatron == _EMBEDDING)
     return row.hf
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """HF tensors that travel together, with the blocks each rank contributes, in the order in which it packs them."""
-
-    names: tuple[str, ...]
-    sources: dict[int, tuple[Block, ...]]
-    num_bytes: int
-
-
-def plan_buckets(
-    family: Family, shape: ModelShape, places: Iterable[Place], element_size: int, bucket_bytes: int
-) -> list[Bucket]:
-    """Cut all HF tensors into buckets of at most `bucket_bytes` (a larger tensor has a bucket of its own).
-
-    Raises AssertionError where the blocks of all places don't add up to the tensors: a fault in a table.
-    """
-    shapes, dtypes = hf_shapes(family, shape), hf_dtypes(family, shape, "training")
-    by_name: dict[str, list[tuple[int, Block]]] = defaultdict(list)
-    for place in places:
-        for block in owned_blocks(family, shape, place):
-            by_name[block.hf].append((place.rank, block))
-    for name, size in shapes.items():
-        sent = sum(block.numel for _, block in by_name[name])
-        assert sent == prod(size), f"{name}: ranks hold {sent} of {prod(size)} elements"
-    buckets: list[Bucket] = []
-    names: list[str] = []
-    num_bytes = 0
-    for name in sorted(shapes, key=lambda name: dtypes[name] != "training"):  # one dtype a bucket
-        size = prod(shapes[name]) * (element_size if dtypes[name] == "training" else 4)
-        if names and (num_bytes + size > bucket_bytes or dtypes[name] != dtypes[names[-1]]):
-            buckets.append(_bucket(names, by_name, num_bytes))
-            names, num_bytes = [], 0
-        names.append(name)
-        num_bytes += size
-    return [*buckets, _bucket(names, by_name, num_bytes)]
-
-
-def _bucket(names: list[str], by_name: dict[str, list[tuple[int, Block]]], num_bytes: int) -> Bucket:
-    sources: dict[int, list[Block]] = defaultdict(list)
-    for name in names:
-        for rank, block in by_name[name]:
-            sources[rank].append(block)
-    return Bucket(tuple(names), {rank: tuple(blocks) for rank, blocks in sources.items()}, num_bytes)

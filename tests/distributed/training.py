@@ -116,8 +116,8 @@ def _record_gradients(policy: Policy) -> list[dict[str, Tensor]]:
                     own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
         gradients = {name: param.main_grad for name, param in policy.params.items()}
-        dtypes = dict.fromkeys(policy.hf_shapes, torch.float32)
-        tensors = export_hf_tensors(gradients, policy._buckets, policy.hf_shapes, None, dtypes, policy.mesh.device)
+        plan = policy.reshard_plan(dtype=torch.float32)
+        tensors = export_hf_tensors(gradients, plan, None, policy.mesh.device)
         recorded.append({name: tensor.clone() for name, tensor in tensors})
         return optimizer_step()
 

@@ -6,10 +6,6 @@ import torch
 from export_runs import bits, load_and_export
 from safetensors.torch import load_file
 
-from gspo_megatron.weights.families import FAMILIES
-from gspo_megatron.weights.hf_files import read_hf_config
-from gspo_megatron.weights.plan import hf_shapes
-from gspo_megatron.weights.rules import ModelShape
 from make_tiny_model import make_tiny_model
 from tests.ranks import run_ranks
 
@@ -41,8 +37,6 @@ def test_export_is_what_was_loaded_bit_for_bit(checkpoints, world, layout):
         expected = {name: bits(-tensor.to(dtype)) for name, tensor in load_file(path / "model.safetensors").items()}
         names = [name for name, _ in exported]
         assert len(names) == len(set(names)) and set(names) == set(expected)
-        shape = ModelShape.from_hf(read_hf_config(path))
-        assert names == list(hf_shapes(FAMILIES["Qwen3MoeForCausalLM"], shape))
         for name, found in exported:
             assert found.dtype == expected[name].dtype
             np.testing.assert_array_equal(found, expected[name], err_msg=f"{name} {dtype}")
