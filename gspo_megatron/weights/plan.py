@@ -43,10 +43,15 @@ def _whole_model(shape: ModelShape) -> Place:
     return Place(0, 0, 1, 0, 1, layers, experts, True, True, 0, 0, tuple(range(shape.mtp_layers)))
 
 
+def whole_parameters(family: Family, shape: ModelShape) -> Iterable[tuple[Row, str, Composition]]:
+    """(row, canonical name, composition) of every parameter of the model on one rank."""
+    return _parameters(family, shape, _whole_model(shape))
+
+
 def hf_shapes(family: Family, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every HF tensor of the model with its shape, in the order of the family's table, layer by layer."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for _, _, composition in _parameters(family, shape, _whole_model(shape)):
+    for _, _, composition in whole_parameters(family, shape):
         lengths: dict[str, int] = defaultdict(int)
         indices: dict[str, int] = {}
         for segment in whole_segments(composition):
@@ -68,7 +73,7 @@ def hf_shapes(family: Family, shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def hf_dtypes(family: Family, shape: ModelShape, dtype: T, fp32: T | str = "float32") -> dict[str, T | str]:
     """Every HF tensor with the dtype it has outside the trainer: `dtype`, or `fp32` for those that stay so."""
     dtypes: dict[str, T | str] = {}
-    for row, _, composition in _parameters(family, shape, _whole_model(shape)):
+    for row, _, composition in whole_parameters(family, shape):
         for segment in whole_segments(composition):
             dtypes[segment.tensor] = fp32 if row.keep_fp32 else dtype
     return dtypes

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -12,6 +13,7 @@ from naive_layouts import QWEN3_30B_A3B, QWEN3_235B_A22B, TINY, places, random_c
 from gspo_megatron.weights.families import FAMILIES
 from gspo_megatron.weights.plan import blocks_of, hf_shapes
 from gspo_megatron.weights.reshard import SENDERS, all_writers, first_rank, nbytes, one_per_stage, plan_reshard
+from gspo_megatron.weights.traffic import EngineRanks, EngineTraffic, engine_traffic
 
 MOE, DENSE = FAMILIES["Qwen3MoeForCausalLM"], FAMILIES["Qwen3ForCausalLM"]
 NORM = "model.layers.1.input_layernorm.weight"
@@ -164,6 +166,18 @@ def test_plans_of_large_models(shape, num_parameters, world, layout, senders):
     assert max(sizes) <= 1.05 * per_stage + largest
 
 
+def test_bytes_that_engines_get_and_could_get_by_with():
+    specs = plan_of(TINY, places(TINY, 1), first_rank).specs
+    total = sum(nbytes(spec) for spec in specs.values())
+    assert engine_traffic(MOE, TINY, specs, EngineRanks()) == EngineTraffic(total, total)
+    found = engine_traffic(MOE, TINY, specs, EngineRanks(engines=3, tensor=4, expert=2))
+    assert found.broadcast == 12 * total
+    # on all 4 ranks: norms and routers; on 2 each: key and value heads, of which there are 2; the rest on one
+    whole = sum(nbytes(specs[name]) for name in specs if "norm" in name or "mlp.gate." in name)
+    heads = sum(nbytes(specs[name]) for name in specs if "k_proj" in name or "v_proj" in name)
+    assert found.shards == 3 * (total + 3 * whole + heads)
+
+
 def test_places_that_leave_something_out_name_the_tensor():
     with pytest.raises(AssertionError, match="model.embed_tokens.weight: ranks hold 56 of 104 elements"):
         plan_of(TINY, places(TINY, 2, tensor=2)[:1], first_rank)
@@ -176,7 +190,7 @@ def test_buckets_are_as_full_as_they_can_be(bucket_bytes):
     plan = plan_of(TINY, places(TINY, 1), first_rank, bucket_bytes)
     sizes = [[nbytes(plan.specs[name]) for name in bucket.names] for bucket in plan.buckets]
     assert all(len(size) == 1 or sum(size) <= bucket_bytes for size in sizes)
-    for size, following in zip(sizes, sizes[1:], strict=False):
+    for size, following in pairwise(sizes):
         assert sum(size) + following[0] > bucket_bytes
     assert len(sizes) == {1: len(plan.specs), 10**9: 1}.get(bucket_bytes, len(sizes))
     assert sum(map(sum, sizes)) == 2 * sum(prod(size) for _, size in plan.specs.values())
