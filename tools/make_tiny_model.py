@@ -20,28 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_megatron.config import ConfigError
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
-
-FAMILIES = {"qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"), "qwen3": ("Qwen3Config", "Qwen3ForCausalLM")}
-"""Family -> names of its configuration class and its model class in transformers."""
-
-DENSE_SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-MOE_SIZES = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-}
+from tiny_families import FAMILIES
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY = 512
@@ -66,15 +45,16 @@ def make_tiny_model(family: str, out: str | Path, seed: int = 1, overrides: Mapp
     tokenizer = make_tokenizer()
     config = make_config(family, dict(overrides or {}), tokenizer)
     ensure_torchvision_operators()
-    model_class = getattr(transformers, FAMILIES[family][1])
+    model_class = getattr(transformers, FAMILIES[family].model_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).float()
+        kept = model.state_dict()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 # norms are made as ones and biases as zeros: two of them that got swapped would not be noticed
-                if parameter.dim() == 1:
-                    parameter.add_(0.1 * torch.randn_like(parameter))
+                if name in kept and (tensor.dim() == 1 or name.endswith("bias")):
+                    tensor.add_(0.1 * torch.randn_like(tensor))
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
@@ -84,28 +64,30 @@ def make_tiny_model(family: str, out: str | Path, seed: int = 1, overrides: Mapp
     model.save_pretrained(out)
     (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)
     tokenizer.save_pretrained(out)
-    _publish_spelling(out / "config.json")
+    _publish_spelling(out / "config.json", FAMILIES[family].spelling)
     return out
 
 
 def make_config(family: str, overrides: dict[str, Any], tokenizer) -> transformers.PretrainedConfig:
     """The family's configuration: tiny sizes, then `overrides`. Raises ConfigError naming the key of --set."""
-    config_class = getattr(transformers, FAMILIES[family][0])
-    settings = {**DENSE_SIZES, **(MOE_SIZES if family == "qwen3_moe" else {})}
+    class_name = FAMILIES[family].config_class
+    config_class = getattr(transformers, class_name)
+    settings = dict(FAMILIES[family].sizes)
     settings["vocab_size"] = len(tokenizer)
     allowed = sorted({field.name for field in dataclasses.fields(config_class)} | set(settings))
     for key in overrides:
         if key not in allowed:
             near = difflib.get_close_matches(key, allowed, n=1)
             hint = f"did you mean {near[0]}?" if near else f"allowed are {', '.join(allowed)}"
-            raise ConfigError(f"--set {key}={overrides[key]}: {FAMILIES[family][0]} has no such key; {hint}")
+            raise ConfigError(f"--set {key}={overrides[key]}: {class_name} has no such key; {hint}")
     settings.update(overrides)
     hidden_size = settings["hidden_size"]
     if not isinstance(hidden_size, int) or hidden_size < 1:
         raise ConfigError(f"--set hidden_size={hidden_size}: give a positive integer")
     # logits of standard deviation about 1: neither a uniform policy nor a deterministic one
     settings.setdefault("initializer_range", hidden_size**-0.5)
-    settings.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": settings.pop("rope_theta")})
+    theta = settings.pop("rope_theta")
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": theta} | settings.get("rope_parameters", {})
     settings.setdefault("pad_token_id", tokenizer.pad_token_id)
     settings.setdefault("eos_token_id", tokenizer.eos_token_id)
     if not isinstance(settings["vocab_size"], int) or settings["vocab_size"] < len(tokenizer):
@@ -114,7 +96,7 @@ def make_config(family: str, overrides: dict[str, Any], tokenizer) -> transforme
         return config_class(**settings)
     except Exception as error:
         # transformers' validators raise classes of several libraries; the message names the field
-        raise ConfigError(f"--set: {FAMILIES[family][0]} refuses the settings: {error}") from error
+        raise ConfigError(f"--set: {class_name} refuses the settings: {error}") from error
 
 
 def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -150,13 +132,15 @@ def training_texts(problems_per_task: int = 100) -> Iterator[str]:
             yield f"user\n{problem['question']}\nassistant\n{problem['answer']}"
 
 
-def _publish_spelling(path: Path) -> None:
+def _publish_spelling(path: Path, spelling: Mapping[str, str]) -> None:
     """Rename what transformers 5 calls otherwise than the published checkpoints (which it reads as well)."""
     config = json.loads(path.read_text())
-    if "num_local_experts" in config:
-        config["num_experts"] = config.pop("num_local_experts")
-    if config.get("rope_parameters", {}).get("rope_type") == "default":
-        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config = {spelling.get(name, name): value for name, value in config.items()}
+    rope = config.pop("rope_parameters", None) or {}
+    for name in {"rope_theta", "partial_rotary_factor"} & rope.keys():
+        config[name] = rope.pop(name)
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -6,6 +6,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.activations import quick_gelu
+
+from gspo_megatron.backend.rope import Rotary, rotary
 from gspo_megatron.weights.rules import ModelShape
 
 HF = dict[str, Any]
@@ -30,6 +33,33 @@ def softmax_router(hf: HF, normalised: bool) -> dict[str, Any]:
     return dict(moe_router_score_function="softmax", moe_router_pre_softmax=not normalised)
 
 
+def sigmoid_router(hf: HF) -> dict[str, Any]:
+    """DeepSeek-V3's: chosen by sigmoid plus a bias, among the best groups, weighted by the sigmoids alone. The bias is
+    held as it is: Megatron's own rule moves it by the load, which no loss asks for."""
+    groups = hf.get("n_group") or 1
+    return dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,
+        moe_router_num_groups=groups if groups > 1 else None,
+        moe_router_group_topk=hf.get("topk_group") if groups > 1 else None,
+        moe_router_topk_scaling_factor=hf.get("routed_scaling_factor"),
+    )
+
+
+def _llama(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    return {}
+
+
+def _qwen2(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    return dict(add_qkv_bias=True)
+
+
+def _qwen2_moe(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    shared = dict(moe_shared_expert_intermediate_size=shape.shared_ffn, moe_shared_expert_gate=True)
+    return _qwen2(hf, shape) | shared | experts(hf, shape, **softmax_router(hf, hf.get("norm_topk_prob", False)))
+
+
 def _qwen3(hf: HF, shape: ModelShape) -> dict[str, Any]:
     return dict(qk_layernorm=True)
 
@@ -38,10 +68,58 @@ def _qwen3_moe(hf: HF, shape: ModelShape) -> dict[str, Any]:
     return _qwen3(hf, shape) | experts(hf, shape, **softmax_router(hf, hf.get("norm_topk_prob", False)))
 
 
+def _mixtral(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    epsilon = dict(layernorm_epsilon=hf.get("rms_norm_eps", 1e-5))
+    return epsilon | experts(hf, shape, **softmax_router(hf, normalised=True))
+
+
+def _glm4_moe(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    attention = dict(add_qkv_bias=shape.attention_bias, qk_layernorm=shape.qk_norm)
+    shared = dict(moe_shared_expert_intermediate_size=shape.shared_ffn or None)
+    epsilon = dict(layernorm_epsilon=hf.get("rms_norm_eps", 1e-5))
+    return attention | shared | epsilon | experts(hf, shape, **sigmoid_router(hf))
+
+
+def _gpt_oss(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    """Megatron's quick GELU is x * sigmoid(1.702 x); gate and up projection are clamped, the latter moved by 1."""
+    kinds = hf.get("layer_types") or ["sliding_attention", "full_attention"] * shape.num_layers
+    sliding = [int(kind == "sliding_attention") for kind in kinds[: shape.num_layers]]
+    windows = any(sliding) and hf.get("sliding_window")
+    return dict(
+        layernorm_epsilon=hf.get("rms_norm_eps", 1e-5),
+        add_bias_linear=True,
+        activation_func=quick_gelu,
+        activation_func_clamp_value=hf.get("swiglu_limit", 7.0),
+        glu_linear_offset=1.0,
+        softmax_type="learnable",
+        # Megatron counts keys before the token's own, Hugging Face with it
+        window_size=(hf["sliding_window"] - 1, 0) if windows else None,
+        window_attn_skip_freq=sliding if windows else None,
+        **experts(hf, shape, **softmax_router(hf, normalised=True)),
+    )
+
+
 _SETTINGS: dict[str, Callable[[HF, ModelShape], dict[str, Any]]] = {
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "LlamaForCausalLM": _llama,
+    "MixtralForCausalLM": _mixtral,
+    "Glm4MoeForCausalLM": _glm4_moe,
+    "GptOssForCausalLM": _gpt_oss,
 }
+_ROTARY_DEFAULTS = {
+    "MixtralForCausalLM": dict(default_theta=1e6),
+    "Glm4MoeForCausalLM": dict(default_fraction=0.5),
+    "GptOssForCausalLM": dict(default_theta=150000.0),
+}
+"""Where a family's config.json may leave out a number that is not the usual one."""
+
+
+def family_rotary(hf: HF, shape: ModelShape) -> Rotary:
+    """The rotary embedding of the family of `hf`. Raises ConfigError for one that is not supported."""
+    return rotary(hf, shape.head_dim, **_ROTARY_DEFAULTS.get(hf["architectures"][0], {}))
 
 
 def family_settings(hf: HF, shape: ModelShape) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from gspo_megatron.backend.attention import PackedAttention, RMSNorm
-from gspo_megatron.backend.family_settings import family_settings
+from gspo_megatron.backend.family_settings import family_rotary, family_settings
 from gspo_megatron.backend.log_likelihood import LogProbHead
 from gspo_megatron.backend.mesh import Mesh
-from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.config import Config
 from gspo_megatron.weights.hf_files import torch_dtype
 from gspo_megatron.weights.rules import ModelShape
 
@@ -80,6 +80,9 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
     if shape.num_experts:
         grouped = on_gpu and HAVE_TRANSFORMER_ENGINE
         settings |= dict(moe_grouped_gemm=grouped, moe_permute_fusion=grouped)
+    factor = family_rotary(hf, shape).attention_factor
+    if factor != 1.0:  # of queries and of keys; the fused rotary embedding of Transformer Engine knows none
+        settings["softmax_scale"] = factor**2 / shape.head_dim**0.5
     settings |= family_settings(hf, shape)
     return TransformerConfig(**{**settings, **config.megatron.transformer})
 
@@ -96,7 +99,8 @@ def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleS
     spec = get_gpt_layer_local_spec(**arguments, normalization=config.normalization)
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     return spec
 
@@ -155,6 +159,7 @@ def _build_chunk(
     hf: dict[str, Any], config: Config, megatron: TransformerConfig, mesh: Mesh, vp_stage: int | None
 ) -> PolicyModel:
     shape, last = ModelShape.from_hf(hf), config.parallel.virtual_pipeline - 1
+    rotary = family_rotary(hf, shape)
     model = PolicyModel(
         megatron,
         block_spec(megatron, mesh.device.type == "cuda", vp_stage),
@@ -164,20 +169,12 @@ def _build_chunk(
         post_process=mesh.is_last_stage and vp_stage in (None, last),
         share_embeddings_and_output_weights=shape.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf),
+        rotary_percent=rotary.fraction,
         parallel_output=True,
         vp_stage=vp_stage,
         true_vocab_size=shape.vocab,
         temperature=config.rollout.temperature,
         with_entropy=config.regularizer.entropy != 0,
     )
+    model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(mesh.device)
     return model.to(mesh.device)
-
-
-def rope_theta(hf: dict[str, Any]) -> float:
-    """Base of the rotary embedding, where older and newer config.json files keep it."""
-    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"model.hf: rope type {kind!r} is not supported; use a checkpoint with the default rotary embedding")
-    return parameters.get("rope_theta") or hf.get("rope_theta") or 10000.0

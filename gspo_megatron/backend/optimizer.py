@@ -47,10 +47,14 @@ def _reduce_experts_over_their_replicas(model: nn.Module, parallel: ParallelConf
     tensor > 1, expert 1 and expert_tensor 1 every tensor rank feeds a whole expert its part of the tokens, and without
     this mark the ranks' gradients are never added up: experts drift apart without an error. 0.19 marks them itself.
     """
-    if parallel.expert > 1 or parallel.expert_tensor != parallel.tensor:
-        for name, param in model.named_parameters():
-            if ".experts." in name:
+    own_group = parallel.expert > 1 or parallel.expert_tensor != parallel.tensor
+    for name, param in model.named_parameters():
+        if ".experts." in name:
+            if own_group:
                 param.allreduce = False
+            # Both versions take the bias of linear_fc2 for one that all tensor ranks hold alike: its gradients would be
+            # added up over different experts, and all but rank 0's left out of the norm.
+            param.sequence_parallel, param.tensor_model_parallel = False, True
 
 
 def build_optimizer(

@@ -231,6 +231,31 @@ def gated(ffn: Callable[[ModelShape], int]) -> Rule:
     return rule
 
 
+def column_vector(length: Callable[[ModelShape], int]) -> Rule:
+    """A vector that is cut over tensor ranks, say one value a head."""
+    return lambda hf, shape, tensor: Composition(0, ((Segment(hf[0], 0, length(shape)),),))
+
+
+def stacked_gated(ffn: Callable[[ModelShape], int]) -> Rule:
+    """linear_fc1 of an expert from a slice [in, 2 * ffn] in which gate and up projection take turns (gpt-oss)."""
+
+    def rule(hf: tuple[str, ...], shape: ModelShape, tensor: int) -> Composition:
+        parts = tuple((Segment(hf[0], first, ffn(shape), step=2),) for first in (0, 1))
+        return Composition(0, parts, (shape.hidden,), transposed=True)
+
+    return rule
+
+
+def stacked_gated_bias(ffn: Callable[[ModelShape], int]) -> Rule:
+    """The bias of such a linear_fc1, from a slice [2 * ffn]."""
+    return lambda hf, shape, tensor: replace(stacked_gated(ffn)(hf, shape, tensor), other=(), transposed=False)
+
+
+def stacked_row(rows: Callable[[ModelShape], int], columns: Callable[[ModelShape], int]) -> Rule:
+    """linear_fc2 of an expert from a slice [in, out]."""
+    return lambda hf, shape, tensor: replace(row_parallel(rows, columns)(hf, shape, tensor), transposed=True)
+
+
 def whole_segments(composition: Composition) -> Iterator[Segment]:
     """Every segment, padding left out."""
     return (segment for part in composition.parts for segment in part if segment.hf is not None)

@@ -39,7 +39,7 @@ def shard_from_blocks(blocks: list[Block], hf: dict[str, np.ndarray], shape: tup
 
 def qkv_of_megatron(query: np.ndarray, key: np.ndarray, value: np.ndarray, shape: ModelShape) -> np.ndarray:
     """linear_qkv of an unsplit model: by query group, its query heads, its key head, its value head."""
-    hidden, head = shape.hidden, shape.head_dim
+    hidden, head = query.shape[1], shape.head_dim
     grouped = [
         query.reshape(shape.num_kv_heads, -1, hidden),
         key.reshape(shape.num_kv_heads, head, hidden),

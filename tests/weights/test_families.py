@@ -1,77 +1,147 @@
 """The families' tables: every name written out by hand, and every element there and back."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from naive_layouts import TINY, numbered, places, qkv_of_megatron, shard_from_blocks
 
 from gspo_megatron.weights.families import FAMILIES, canonical_name
-from gspo_megatron.weights.plan import blocks_of, hf_shapes, owned_blocks
+from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes, owned_blocks
 from gspo_megatron.weights.rules import whole_segments
 
 L, M = "model.layers.1", "decoder.layers.1"
+A, MA, E = f"{L}.self_attn", f"{M}.self_attention", f"{M}.mlp.experts.local_experts.3"
 COMMON = {
     "embedding.word_embeddings.weight": ["model.embed_tokens.weight"],
     f"{M}.input_layernorm.weight": [f"{L}.input_layernorm.weight"],
-    f"{M}.self_attention.linear_qkv.weight": [f"{L}.self_attn.{x}_proj.weight" for x in "qkv"],
-    f"{M}.self_attention.q_layernorm.weight": [f"{L}.self_attn.q_norm.weight"],
-    f"{M}.self_attention.k_layernorm.weight": [f"{L}.self_attn.k_norm.weight"],
-    f"{M}.self_attention.linear_proj.weight": [f"{L}.self_attn.o_proj.weight"],
+    f"{MA}.linear_qkv.weight": [f"{A}.{x}_proj.weight" for x in "qkv"],
+    f"{MA}.linear_proj.weight": [f"{A}.o_proj.weight"],
     f"{M}.pre_mlp_layernorm.weight": [f"{L}.post_attention_layernorm.weight"],
     "decoder.final_layernorm.weight": ["model.norm.weight"],
     "output_layer.weight": ["lm_head.weight"],
 }
+QKV_BIAS = {f"{MA}.linear_qkv.bias": [f"{A}.{x}_proj.bias" for x in "qkv"]}
+QK_NORMS = {f"{MA}.{x}_layernorm.weight": [f"{A}.{x}_norm.weight"] for x in "qk"}
 DENSE = {
     f"{M}.mlp.linear_fc1.weight": [f"{L}.mlp.gate_proj.weight", f"{L}.mlp.up_proj.weight"],
     f"{M}.mlp.linear_fc2.weight": [f"{L}.mlp.down_proj.weight"],
 }
 MOE = {
     f"{M}.mlp.router.weight": [f"{L}.mlp.gate.weight"],
-    f"{M}.mlp.experts.local_experts.3.linear_fc1.weight": [
-        f"{L}.mlp.experts.3.gate_proj.weight", f"{L}.mlp.experts.3.up_proj.weight",
+    f"{E}.linear_fc1.weight": [f"{L}.mlp.experts.3.gate_proj.weight", f"{L}.mlp.experts.3.up_proj.weight"],
+    f"{E}.linear_fc2.weight": [f"{L}.mlp.experts.3.down_proj.weight"],
+}
+GATED_SHARED = {
+    f"{M}.mlp.shared_experts.linear_fc1.weight": [f"{L}.mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")],
+    f"{M}.mlp.shared_experts.linear_fc2.weight": [f"{L}.mlp.shared_expert.down_proj.weight"],
+    f"{M}.mlp.shared_experts.gate_weight": [f"{L}.mlp.shared_expert_gate.weight"],
+}
+SHARED = {
+    f"{M}.mlp.shared_experts.linear_fc1.weight": [f"{L}.mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up")],
+    f"{M}.mlp.shared_experts.linear_fc2.weight": [f"{L}.mlp.shared_experts.down_proj.weight"],
+}
+MIXTRAL = {
+    f"{M}.mlp.router.weight": [f"{L}.block_sparse_moe.gate.weight"],
+    f"{E}.linear_fc1.weight": [
+        f"{L}.block_sparse_moe.experts.3.w1.weight",
+        f"{L}.block_sparse_moe.experts.3.w3.weight",
     ],
-    f"{M}.mlp.experts.local_experts.3.linear_fc2.weight": [f"{L}.mlp.experts.3.down_proj.weight"],
-}  # fmt: skip
-TABLES = {"Qwen3ForCausalLM": COMMON | DENSE, "Qwen3MoeForCausalLM": COMMON | MOE}
+    f"{E}.linear_fc2.weight": [f"{L}.block_sparse_moe.experts.3.w2.weight"],
+}
+GPT_OSS = {
+    f"{MA}.linear_proj.bias": [f"{A}.o_proj.bias"],
+    f"{MA}.core_attention.softmax_offset": [f"{A}.sinks"],
+    f"{M}.mlp.router.weight": [f"{L}.mlp.router.weight"],
+    f"{M}.mlp.router.bias": [f"{L}.mlp.router.bias"],
+    f"{E}.linear_fc1.weight": [f"{L}.mlp.experts.gate_up_proj"],
+    f"{E}.linear_fc1.bias": [f"{L}.mlp.experts.gate_up_proj_bias"],
+    f"{E}.linear_fc2.weight": [f"{L}.mlp.experts.down_proj"],
+    f"{E}.linear_fc2.bias": [f"{L}.mlp.experts.down_proj_bias"],
+}
+BIAS = {f"{M}.mlp.router.expert_bias": [f"{L}.mlp.gate.e_score_correction_bias"]}
+TABLES = {
+    "Qwen2ForCausalLM": COMMON | QKV_BIAS | DENSE,
+    "Qwen2MoeForCausalLM": COMMON | QKV_BIAS | MOE | GATED_SHARED,
+    "Qwen3ForCausalLM": COMMON | QK_NORMS | DENSE,
+    "Qwen3MoeForCausalLM": COMMON | QK_NORMS | MOE,
+    "LlamaForCausalLM": COMMON | DENSE,
+    "MixtralForCausalLM": COMMON | MIXTRAL,
+    "Glm4MoeForCausalLM": COMMON | QKV_BIAS | QK_NORMS | MOE | BIAS | SHARED,
+    "GptOssForCausalLM": COMMON | QKV_BIAS | GPT_OSS,
+}
 """Architecture -> Megatron name -> HF names, for layer 1 and expert 3."""
+ON_DENSE_LAYERS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
+SHAPE = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True)
 
 
-def names_of(family) -> dict[str, list[str]]:
+def names_of(family, shape=SHAPE) -> dict[str, list[str]]:
     table = {}
     for row in family.rows:
-        if not row.exists(TINY, 1):
+        if not row.exists(shape, 1):
             continue
-        composition = row.rule(tuple(name.format(L=1, E=3) for name in row.hf), TINY, 1)
-        table[row.megatron.format(L=1, E=3)] = [segment.hf for segment in whole_segments(composition)]
+        composition = row.rule(tuple(name.format(L=1, E=3) for name in row.hf), shape, 1)
+        table[row.megatron.format(L=1, E=3)] = [segment.tensor for segment in whole_segments(composition)]
     return {name: list(dict.fromkeys(hf)) for name, hf in table.items()}
 
 
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+@pytest.mark.parametrize("architecture", sorted(TABLES))
 def test_every_row_has_these_names(architecture):
     assert names_of(FAMILIES[architecture]) == TABLES[architecture]
 
 
+@pytest.mark.parametrize("architecture", ON_DENSE_LAYERS)
+def test_a_layer_without_experts_has_a_dense_mlp(architecture):
+    routed = MOE | SHARED | GATED_SHARED | BIAS
+    expected = {name: hf for name, hf in TABLES[architecture].items() if name not in routed} | DENSE
+    assert names_of(FAMILIES[architecture], replace(SHAPE, dense_layers=(1,))) == expected
+
+
+def test_what_config_json_may_leave_out():
+    names = names_of(FAMILIES["Glm4MoeForCausalLM"], replace(SHAPE, attention_bias=False, qk_norm=False))
+    assert names == {name: hf for name, hf in TABLES["Glm4MoeForCausalLM"].items() if name not in QKV_BIAS | QK_NORMS}
+
+
+def test_a_routers_selection_bias_stays_fp32():
+    dtypes = hf_dtypes(FAMILIES["Glm4MoeForCausalLM"], SHAPE, "bf16", "fp32")
+    assert {name for name, dtype in dtypes.items() if dtype == "fp32"} == {
+        f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in range(SHAPE.num_layers)
+    }
+    assert dtypes.keys() == hf_shapes(FAMILIES["Glm4MoeForCausalLM"], SHAPE).keys()
+
+
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "expert_tensor": 2}], ids=str)
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+@pytest.mark.parametrize("architecture", sorted(TABLES))
 def test_every_row_there_and_back(architecture, layout):
     """HF -> shards equal to Megatron's layout, and the owned blocks of the shards -> the same HF tensors."""
     family, tensor, expert_tensor = FAMILIES[architecture], layout.get("tensor", 1), layout.get("expert_tensor", 1)
-    hf = {name: numbered(size, 1 + 5_000 * i) for i, (name, size) in enumerate(hf_shapes(family, TINY).items())}
-    ranks = places(TINY, tensor, **layout)
+    hf = {name: numbered(size, 1 + 5_000 * i) for i, (name, size) in enumerate(hf_shapes(family, SHAPE).items())}
+    ranks = places(SHAPE, tensor, **layout)
     shards = [
-        {param: filled(blocks, hf) for param, blocks in blocks_of(family, TINY, place).items()} for place in ranks
+        {param: filled(blocks, hf) for param, blocks in blocks_of(family, SHAPE, place).items()} for place in ranks
     ]
     for param, sources in TABLES[architecture].items():
         for rank, shard in enumerate(shards):
             size = expert_tensor if "local_experts" in param else tensor
-            np.testing.assert_array_equal(shard[param], expected_shard(param, [hf[s] for s in sources], rank, size))
+            expected = expected_shard(param, published(param, [hf[s] for s in sources]), rank, size)
+            np.testing.assert_array_equal(shard[param], expected)
     back = {name: np.full(tensor.shape, -1) for name, tensor in hf.items()}
     for place, shard in zip(ranks, shards, strict=True):
-        for block in owned_blocks(family, TINY, place):
+        for block in owned_blocks(family, SHAPE, place):
             block.of_hf(back[block.hf])[...] = shard[block.param][block.param_slices]
     for name, tensor in hf.items():
         np.testing.assert_array_equal(back[name], tensor)
+
+
+def published(param: str, sources: list[np.ndarray]) -> list[np.ndarray]:
+    """gpt-oss stacks all experts, [in, out], and interleaves gate and up; others are as they are."""
+    if "local_experts" not in param or len(sources) > 1 or sources[0].shape[0] != SHAPE.num_experts:
+        return sources
+    stacked = sources[0]
+    if "linear_fc2" in param:
+        return [stacked[3].T]
+    return [stacked[3][..., 0::2].T, stacked[3][..., 1::2].T]
 
 
 def filled(blocks, hf) -> np.ndarray:
@@ -83,11 +153,14 @@ def expected_shard(param: str, sources: list[np.ndarray], rank: int, size: int) 
     """Megatron's shard, chosen by the kind of module that has the parameter."""
     rank %= size
     if "linear_qkv" in param:
-        return np.split(qkv_of_megatron(*sources, TINY), size)[rank]
+        whole = qkv_of_megatron(*(source.reshape(len(source), -1) for source in sources), SHAPE)
+        return np.split(whole, size)[rank].reshape(-1, *sources[0].shape[1:])
     if "linear_fc1" in param:
         return np.concatenate([np.split(source, size)[rank] for source in sources])
-    if "linear_fc2" in param or "linear_proj" in param:
+    if "linear_fc2.weight" in param or "linear_proj.weight" in param:
         return np.split(sources[0], size, axis=1)[rank]
+    if "softmax_offset" in param:
+        return np.split(sources[0], size)[rank]
     if param in ("embedding.word_embeddings.weight", "output_layer.weight"):
         padding = -len(sources[0]) % size
         return np.split(np.pad(sources[0], ((0, padding), (0, 0))), size)[rank]
@@ -123,19 +196,89 @@ def test_engine_names_of_all_tensors(architecture, num_parameters):
 
 
 @pytest.mark.parametrize(
+    "architecture, names",
+    [
+        (
+            "Qwen2MoeForCausalLM",
+            {
+                f"{A}.k_proj.bias": f"{A}.qkv_proj.bias",
+                f"{L}.mlp.shared_expert.up_proj.weight": f"{L}.mlp.shared_expert.gate_up_proj.weight",
+                f"{L}.mlp.shared_expert_gate.weight": f"{L}.mlp.shared_expert_gate.weight",
+                f"{L}.mlp.experts.3.up_proj.weight": f"{L}.mlp.experts.w13_weight",
+            },
+        ),
+        (
+            "MixtralForCausalLM",
+            {
+                f"{L}.block_sparse_moe.gate.weight": f"{L}.block_sparse_moe.gate.weight",
+                f"{L}.block_sparse_moe.experts.3.w3.weight": f"{L}.block_sparse_moe.experts.w13_weight",
+                f"{L}.block_sparse_moe.experts.3.w2.weight": f"{L}.block_sparse_moe.experts.w2_weight",
+            },
+        ),
+        (
+            "Glm4MoeForCausalLM",
+            {
+                f"{L}.mlp.gate.e_score_correction_bias": f"{L}.mlp.gate.e_score_correction_bias",
+                f"{L}.mlp.shared_experts.gate_proj.weight": f"{L}.mlp.shared_experts.gate_up_proj.weight",
+                f"{A}.q_norm.weight": f"{A}.q_norm.weight",
+            },
+        ),
+        (
+            "GptOssForCausalLM",
+            {
+                f"{A}.sinks": f"{A}.sinks",
+                f"{A}.v_proj.bias": f"{A}.qkv_proj.bias",
+                f"{L}.mlp.experts.gate_up_proj": f"{L}.mlp.experts.w13_weight",
+                f"{L}.mlp.experts.gate_up_proj_bias": f"{L}.mlp.experts.w13_weight_bias",
+                f"{L}.mlp.experts.down_proj_bias": f"{L}.mlp.experts.w2_weight_bias",
+            },
+        ),
+    ],
+)
+def test_engine_names_of_other_families(architecture, names):
+    assert {hf: FAMILIES[architecture].engine_name(hf) for hf in names} == names
+    assert names.keys() <= hf_shapes(FAMILIES[architecture], SHAPE).keys()
+
+
+def transformer_engine_names(local: str) -> str:
+    """As get_gpt_layer_with_transformer_engine_spec makes them (megatron-core `models/gpt/gpt_layer_specs.py`): the norm
+    before attention is a part of linear_qkv, that before a dense MLP of linear_fc1, and experts are one grouped module."""
+    is_moe = "experts" in local or "router" in local
+    words = local.split(".")
+    if "input_layernorm" in words:
+        return ".".join([*words[:3], "self_attention.linear_qkv.layer_norm_weight"])
+    if "pre_mlp_layernorm" in words and not is_moe:
+        return ".".join([*words[:3], "mlp.linear_fc1.layer_norm_weight"])
+    if "local_experts" in words:
+        at = words.index("local_experts")
+        return ".".join([*words[:at], words[-2], f"{words[-1]}{words[at + 1]}"])
+    return local
+
+
+@pytest.mark.parametrize("architecture", sorted(TABLES))
+def test_transformer_engine_names_become_local_ones(architecture):
+    params = blocks_of(FAMILIES[architecture], SHAPE, places(SHAPE, 1)[0])
+    engine = {name: transformer_engine_names(name) for name in params}
+    assert len(set(engine.values())) == len(params)
+    assert {name: canonical_name(other) for name, other in engine.items()} == {name: name for name in params}
+
+
+@pytest.mark.parametrize(
     "engine, local",
     [
         ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
         ("mlp.experts.linear_fc1.weight17", "mlp.experts.local_experts.17.linear_fc1.weight"),
         ("mlp.experts.linear_fc2.weight0", "mlp.experts.local_experts.0.linear_fc2.weight"),
+        ("mlp.experts.linear_fc1.bias3", "mlp.experts.local_experts.3.linear_fc1.bias"),
+        ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc1.weight"),
     ],
 )
-def test_transformer_engine_names_become_local_ones(engine, local):
+def test_names_of_transformer_engines_modules(engine, local):
     assert canonical_name(f"decoder.layers.12.{engine}") == f"decoder.layers.12.{local}"
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_local_names_stay_as_they_are(architecture):
-    params = blocks_of(FAMILIES[architecture], TINY, places(TINY, 1)[0])
+    params = blocks_of(FAMILIES[architecture], SHAPE, places(SHAPE, 1)[0])
     assert [canonical_name(name) for name in params] == list(params)

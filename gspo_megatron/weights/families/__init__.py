@@ -1,11 +1,19 @@
 """Model families, each one table in a module of its own."""
 
+from gspo_megatron.weights.families.glm4_moe import GLM4_MOE
+from gspo_megatron.weights.families.gpt_oss import GPT_OSS
+from gspo_megatron.weights.families.llama import LLAMA
+from gspo_megatron.weights.families.mixtral import MIXTRAL
 from gspo_megatron.weights.families.names import canonical_name
+from gspo_megatron.weights.families.qwen2 import QWEN2
+from gspo_megatron.weights.families.qwen2_moe import QWEN2_MOE
 from gspo_megatron.weights.families.qwen3 import QWEN3
 from gspo_megatron.weights.families.qwen3_moe import QWEN3_MOE
 from gspo_megatron.weights.families.table import Family, Row
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (QWEN3, QWEN3_MOE)}
+FAMILIES: dict[str, Family] = {
+    family.architecture: family for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, LLAMA, MIXTRAL, GLM4_MOE, GPT_OSS)
+}
 """HF architecture -> family."""
 
 __all__ = ["FAMILIES", "Family", "Row", "canonical_name"]

@@ -10,10 +10,20 @@ Engine's names to them.
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gspo_megatron.weights.rules import ModelShape, Rule, gated, qkv, replicated, row_parallel, vector, vocabulary
+from gspo_megatron.weights.rules import (
+    ModelShape,
+    Rule,
+    gated,
+    qkv,
+    qkv_bias,
+    replicated,
+    row_parallel,
+    vector,
+    vocabulary,
+)
 
 Exists = Callable[[ModelShape, int | None], bool]
 """(sizes, layer from 0 on, None for a row of no layer) -> whether the model has the row's parameter there."""
@@ -28,6 +38,11 @@ class Row:
     keep_fp32: bool = False
     """Outside the trainer the tensors are fp32 whatever the training dtype, say a router's selection bias."""
 
+    def where(self, exists: Exists) -> "Row":
+        """The same row where `exists` says so too."""
+        first = self.exists
+        return replace(self, exists=lambda shape, layer: first(shape, layer) and exists(shape, layer))
+
     @property
     def is_expert(self) -> bool:
         return "{E}" in self.megatron
@@ -41,6 +56,9 @@ class Row:
         return "{M}" in self.megatron
 
 
+ENGINE_QKV = (r"\.self_attn\.[qkv]_proj\.", ".self_attn.qkv_proj.")
+
+
 @dataclass(frozen=True)
 class Family:
     """One architecture. `models` names settings of config.json that this family computes and others refuse (see
@@ -51,13 +69,13 @@ class Family:
     ignored: tuple[str, ...] = (r".*rotary_emb\.inv_freq",)
     """Patterns of HF tensors that hold nothing to be trained."""
     engine_fusions: tuple[tuple[str, str], ...] = (
-        (r"\.self_attn\.[qkv]_proj\.", ".self_attn.qkv_proj."),
+        ENGINE_QKV,
         (r"\.(mlp|shared_expert|shared_experts)\.(gate|up)_proj\.", r".\1.gate_up_proj."),
         (r"\.mlp\.experts\.\d+\.(gate|up)_proj\.weight", ".mlp.experts.w13_weight"),
         (r"\.mlp\.experts\.\d+\.down_proj\.weight", ".mlp.experts.w2_weight"),
     )
     models: tuple[str, ...] = ()
-    rope_types: tuple[str, ...] = ("default",)
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     faults: Callable[[dict[str, Any]], list[str]] = lambda config: []
     """What in a config.json of this family is not supported, one line each, beyond what `model_files.py` finds."""
 
@@ -92,6 +110,10 @@ def query(shape: ModelShape) -> int:
     return shape.num_heads * shape.head_dim
 
 
+def num_heads(shape: ModelShape) -> int:
+    return shape.num_heads
+
+
 def ffn(shape: ModelShape) -> int:
     return shape.ffn
 
@@ -123,6 +145,21 @@ def mlp(
     )
 
 
+def sigmoid_router_faults(config: dict[str, Any]) -> list[str]:
+    """What Megatron's sigmoid router (`moe_utils.py`, topk_routing_with_score_function) does otherwise than config.json
+    asks for."""
+    faults, top = [], config.get("num_experts_per_tok", 0)
+    if not config.get("norm_topk_prob", True) or top < 2:
+        faults.append("config.json asks for weights that are not normalised over several experts: not supported")
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    if groups > 1 and top // chosen != 2:
+        faults.append(
+            f"config.json has num_experts_per_tok {top} and topk_group {chosen}: a group is scored by its best two "
+            "experts, in Megatron by as many as come to a group, here not 2"
+        )
+    return faults
+
+
 L, M = "model.layers.{L}", "decoder.layers.{L}"
 """A layer in HF's and in Megatron's names."""
 A, MA = f"{L}.self_attn", f"{M}.self_attention"
@@ -142,6 +179,7 @@ ATTENTION = (
 )
 DECODER = (EMBEDDING, *NORMS, *ATTENTION, *FINAL)
 """What a pre-norm decoder with grouped-query attention has besides its MLPs."""
+QKV_BIAS = Row((f"{A}.q_proj.bias", f"{A}.k_proj.bias", f"{A}.v_proj.bias"), f"{MA}.linear_qkv.bias", qkv_bias)
 QK_NORMS = (
     Row((f"{A}.q_norm.weight",), f"{MA}.q_layernorm.weight", vector(head)),
     Row((f"{A}.k_norm.weight",), f"{MA}.k_layernorm.weight", vector(head)),
