@@ -14,6 +14,12 @@ from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+_ROPE_NUMBERS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+"""What a kind of rotary embedding can't be computed without (`backend/rope.py`)."""
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -82,15 +88,15 @@ def _info(architecture: str, values: dict[str, Any]) -> ModelInfo:
 def _unsupported(values: dict[str, Any], family: Family) -> list[str]:
     """Settings of config.json that change the computation in a way that the family's model here does not have."""
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope_key = "rope_parameters" if "rope_parameters" in values else "rope_scaling"
+    kind = rope.get("rope_type", rope.get("type", "default"))
     wrong = {
         "hidden_act": values.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(values.get("attention_bias")),
         "mlp_bias": bool(values.get("mlp_bias")),
         "use_sliding_window": bool(values.get("use_sliding_window")),
         "quantization_config": values.get("quantization_config") is not None,
-        "rope_parameters" if "rope_parameters" in values else "rope_scaling": (
-            rope.get("rope_type", rope.get("type", "default")) not in family.rope_types
-        ),
+        rope_key: kind not in family.rope_types,
         "partial_rotary_factor": values.get("partial_rotary_factor", 1.0) != 1.0,
     }
     faults = [
@@ -98,6 +104,9 @@ def _unsupported(values: dict[str, Any], family: Family) -> list[str]:
         for name, is_wrong in wrong.items()
         if is_wrong and name not in family.models
     ]
+    lacking = [name for name in _ROPE_NUMBERS.get(kind, ()) if type(rope.get(name)) not in (int, float)]
+    if lacking:
+        faults.append(f"config.json has {rope_key} of type {kind} without the number {', '.join(lacking)}; copy it again")
     return faults + family.faults(values)
 
 

@@ -174,9 +174,11 @@ def test_model_directory(tmp_path, model, faults_of):
     expect(faults_of(), "GPT2LMHeadModel", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
     (model / "config.json").write_text(json.dumps(TINY | {"hidden_size": None}))
     expect(faults_of(), "hidden_size")
-    for key, value in (("attention_bias", True), ("hidden_act", "gelu"), ("rope_scaling", {"rope_type": "yarn"})):
+    for key, value in (("attention_bias", True), ("hidden_act", "gelu"), ("rope_scaling", {"rope_type": "longrope"})):
         (model / "config.json").write_text(json.dumps(TINY | {key: value}))
         expect(faults_of(), key, "not supported")
+    (model / "config.json").write_text(json.dumps(TINY | {"rope_scaling": {"rope_type": "yarn"}}))
+    expect(faults_of(), "rope_scaling of type yarn", "factor")
 
 
 def test_expert_count_under_its_newer_name(model, faults_of):
