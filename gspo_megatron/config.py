@@ -150,8 +150,9 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    transport: Literal["distributed"] = "distributed"
-    """How weights reach the servers: a collective group of the sending rank and all engine ranks."""
+    transport: Literal["distributed", "tensor"] = "distributed"
+    """How weights reach the servers. `distributed`: a collective group of the sending rank and all engine ranks;
+    `tensor`: memory that servers on the same machine map (shared memory, or CUDA IPC)."""
     bucket_mib: float = 512.0
     """Size of one flattened bucket, in MiB."""
     host: str = ""
@@ -159,6 +160,14 @@ class WeightsConfig:
     else this machine's host name."""
     timeout_s: float = 600.0
     """Bound on every step of a sync, in seconds."""
+    pause: Literal["abort", "retract", "in_place"] = "abort"
+    """What becomes of requests that are still under way when a sync begins: `abort` ends them, `retract` computes them
+    again under the new weights, `in_place` would go on with the old cache and is an error then. A step's own responses
+    have all come by that time."""
+    checked_share: float = 0.02
+    """Share of the engines' parameters, by bytes, whose checksums a sync compares with those of what was sent; the
+    share goes round, so that all have their turn. The first sync and those after a restart compare all. 0 compares
+    none, for engines that hold their weights in another form."""
     prove_coverage: bool = True
     """At the first sync overwrite the engine's weights with noise and sync again, so that a parameter that no
     bucket reaches is found before the first rollout. Costs one more sync, once."""

@@ -1,25 +1,25 @@
 """Packs named tensors into flat buckets, checking each against what is expected."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from gspo_megatron.rollout.transport import Bucket
+from gspo_megatron.rollout.transports.base import Bucket
 
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 
 
 class BucketWriter:
-    """Copies tensors one after the other into one buffer of `capacity` bytes on `device`.
+    """Copies tensors one after the other into one buffer of `capacity` bytes, made by `allocate`.
 
     A tensor larger than that gets a bucket of its own size. `sent` are the names so far, `num_bytes` their size.
     """
 
-    def __init__(self, capacity: int, expected: Mapping[str, TensorSpec], device: torch.device):
+    def __init__(self, capacity: int, expected: Mapping[str, TensorSpec], allocate: Callable[[int], Tensor]):
         if capacity < 1:
             raise ValueError(f"weights.bucket_mib: a bucket of {capacity} bytes holds nothing; choose a larger one")
-        self._capacity, self._expected, self._device = capacity, expected, device
+        self._capacity, self._expected, self._allocate = capacity, expected, allocate
         self._buffer: Tensor | None = None
         self.sent: dict[str, None] = {}
         self.num_bytes = 0
@@ -61,7 +61,7 @@ class BucketWriter:
 
     def _place(self, offset: int, size: int, tensor: Tensor) -> None:
         if self._buffer is None or self._buffer.numel() < offset + size:
-            self._buffer = torch.empty(max(self._capacity, size), dtype=torch.uint8, device=self._device)
+            self._buffer = self._allocate(max(self._capacity, size))
         view = self._buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
         view.copy_(tensor.detach())
 

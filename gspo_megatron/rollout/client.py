@@ -155,15 +155,26 @@ class SGLangClient:
         options = {"group_name": group, "load_format": "flattened_bucket", "flush_cache": False}
         self._call("POST", "/update_weights_from_distributed", {**body, **options})
 
+    def update_weights_from_tensor(self, payloads: Sequence[str]) -> None:
+        """Hand over one flattened bucket, by one payload a rank; returns when the server has loaded it."""
+        options = {"load_format": "flattened_bucket", "flush_cache": False}
+        self._call("POST", "/update_weights_from_tensor", {"serialized_named_tensors": list(payloads), **options})
+
+    def update_weights_from_disk(self, directory: str) -> None:
+        """Load a checkpoint from the server's file system; its version stays."""
+        body = {"model_path": directory, "load_format": "safetensors", "flush_cache": False}
+        self._call("POST", "/update_weights_from_disk", body)
+
     def update_weight_version(self, version: str) -> None:
         self._call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
-    def weights_checker(self, action: str) -> dict[str, Any]:
-        """`checksum` (of every parameter, by engine rank) or `reset_tensors` (to noise).
+    def weights_checker(self, action: str, skip: Sequence[str] = ()) -> dict[str, Any]:
+        """`checksum` (of every parameter, by engine rank) or `reset_tensors` (to noise); not of parameters in whose
+        name one of `skip` occurs.
 
         SGLang has `snapshot` and `compare` too; the comparison needs CUDA and the copy as much memory as the weights.
         """
-        return self._call("POST", "/weights_checker", {"action": action})
+        return self._call("POST", "/weights_checker", {"action": action, "skip_tensor_list": list(skip)})
 
     # one call
 

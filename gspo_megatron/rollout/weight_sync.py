@@ -3,19 +3,23 @@
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gspo_megatron.config import ConfigError, WeightsConfig
 from gspo_megatron.rollout.buckets import BucketWriter, TensorSpec
 from gspo_megatron.rollout.client import SGLangClient
+from gspo_megatron.rollout.engines import Engine, Model, rank_checksums, shown
 from gspo_megatron.rollout.errors import RequestError, WeightSyncError
 from gspo_megatron.rollout.parallel import run_all
-from gspo_megatron.rollout.transport import TRANSPORTS, Bucket
+from gspo_megatron.rollout.proof import Checksums, Expected, Rotation, layout_bytes, skipped
+from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, Setting
 
-NAMES_SHOWN = 10
+PROBE_S = 30.0
+"""A server that does not answer for as long, in seconds, is left out of a sync where others answer."""
+FAILURES = (RequestError, TimeoutError, OSError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,23 @@ class SyncReport:
     num_bytes: int
     num_buckets: int
     num_tensors: int
+    moved_bytes: int = 0
+    """What went over the wire or to the disk; 0 where it is `num_bytes`."""
+    checked: int = 0
+    """Engine parameters whose checksums were held against what was sent, over all engine ranks."""
+    unknown: int = 0
+    """Engine parameters, over all engine ranks, whose layout is not known: only their names are checked."""
+    check_seconds: float = 0.0
 
 
 class WeightSync:
     """Runs on the sending rank only.
 
     `expected`: Hugging Face name -> (dtype, shape) of every tensor of a full update. `engine_name`: Hugging Face name
-    -> the name of the engine's parameter that it is loaded into, fused or not. Every step is bounded by
-    `weights.timeout_s`. Whatever fails raises WeightSyncError and leaves the engines paused; a later `run` that goes
-    well takes them out of it.
+    -> the name of the engine's parameter that it is loaded into, fused or not. `model_dir`: the checkpoint whose
+    config.json tells how engines cut parameters; without it checksums are not compared. `directory`: where transports
+    that use files write. Every step is bounded by `weights.timeout_s`. Whatever fails raises WeightSyncError and leaves
+    the engines paused; a later `run` that goes well takes them out of it.
     """
 
     def __init__(
@@ -43,36 +55,55 @@ class WeightSync:
         backend: str,
         expected: Mapping[str, TensorSpec],
         engine_name: Callable[[str], str],
+        directory: str | Path = "weights",
+        model_dir: str | Path = "",
         report: Callable[[str], None] = print,
     ):
         if config.transport not in TRANSPORTS:
             raise ConfigError(f"weights.transport: {config.transport!r} is not one of {', '.join(TRANSPORTS)}")
-        self._config, self._expected, self._engine_name, self._report = config, dict(expected), engine_name, report
+        self._config, self._report = config, report
+        self._model = Model(expected, engine_name, Path(model_dir) if model_dir else None)
         self._clients = [SGLangClient(url, config.timeout_s) for url in urls]
-        self._transport = TRANSPORTS[config.transport](
-            self._clients, backend=backend, host=config.host, timeout_s=config.timeout_s
-        )
-        self._parameters: dict[str, set[str]] = {}
-        """"URL rank R of S" -> names of the parameters that this engine rank holds."""
+        self._taking_part = list(self._clients)
+        """The transport's view of the servers; changed only while it is not connected."""
+        setting = Setting(self._taking_part, config, backend, Path(directory), Path(model_dir), report)
+        self._transport = TRANSPORTS[config.transport](setting)
+        self._engines: dict[str, Engine] = {}
+        self._rotation = Rotation(config.checked_share)
+        self._version: int | None = None
+        """Of the last sync that went well."""
+        self._mark: dict[str, list[Checksums]] = {}
+        """URL -> checksums, by rank, of a few parameters as that sync left them."""
+        self._prove_all = True
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers that the last sync reached; others serve older weights, if any."""
+        return [client.url for client in self._taking_part]
 
     def connect(self) -> None:
-        """Learn the engines' parameters and join them in a group.
+        """Learn the engines' parameters and get the transport ready.
 
-        Raises ConfigError for servers that don't answer or can't be updated, WeightSyncError where the tensors that
-        will be sent leave a parameter of an engine out, or go to one that it does not have.
+        Raises ConfigError for servers that don't answer, serve another model or can't be updated, WeightSyncError where
+        the tensors that will be sent leave a parameter of an engine out, or go to one that it does not have.
         """
         try:
-            answers = self._on_all("asking for parameter names", lambda client: client.weights_checker("checksum"))
+            self._engines = self._on_all("asking what the servers are", self._model.learn)
         except (RequestError, TimeoutError) as error:
             raise ConfigError(f"rollout.servers: no list of parameters: {error}") from error
-        for url, answer in answers.items():
-            for rank in answer["ranks"]:
-                self._parameters[_rank_label(url, rank)] = set(rank["checksums"])
-        self._check_engine_names(self._expected)
+        for engine in self._engines.values():
+            misfit = self._model.misfits(engine)
+            if misfit:
+                raise WeightSyncError(f"the weights of this model don't fit the servers: {misfit}")
+        self._prove_all = True
+        self._connect_transport()
+
+    def _connect_transport(self) -> None:
         try:
             self._transport.connect()
-        except (RequestError, TimeoutError, RuntimeError) as error:
-            raise WeightSyncError(f"no weight update group with {', '.join(self._urls)}: {error}") from error
+        except FAILURES as error:
+            who = f"{', '.join(self.urls)} can't be updated by weights.transport={self._config.transport}"
+            raise WeightSyncError(f"{who}: {error}") from error
 
     def run(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         """Send all tensors once as weight version `version` and let generation go on."""
@@ -89,42 +120,95 @@ class WeightSync:
         clean = self._checksums(version)
         self._guarded(version, "overwriting the weights", lambda client: client.weights_checker("reset_tensors"))
         noisy = self._checksums(version)
-        untouched = _shown([f"{name} of {rank}" for rank, name in _equal(clean, noisy)])
+        untouched = shown([place for place, equal in self._compared(clean, noisy) if equal])
         if untouched:
             raise self._failure(version, f"noise did not reach {untouched}, so that nothing is proven about it")
         self._update(tensors(), version)
-        again = self._checksums(version)
-        equal = set(_equal(clean, again))
-        kept = [f"{name} of {rank}" for rank in clean for name in clean[rank] if (rank, name) not in equal]
+        kept = shown([place for place, equal in self._compared(clean, self._checksums(version)) if not equal])
         if kept:
-            raise self._failure(version, f"a sync does not rewrite all of {_shown(kept)}")
+            raise self._failure(version, f"a sync does not rewrite all of {kept}")
         self._resume(version)
         return report
 
+    def check_unchanged(self) -> None:
+        """Raises WeightSyncError where a server of the last sync has other weights by now, or another version.
+
+        Whoever else writes to a server is found this way, also under the same version number. Asks for the checksums
+        of a few parameters; a server that does not answer is left to others to find.
+        """
+        for url, mark in self._mark.items():
+            engine = self._engines[url]
+            try:
+                found, checksums = engine.client.weight_version(), self._ask(engine.client, list(mark[0]))
+            except RequestError:
+                continue
+            pairs = zip(mark, checksums, strict=False)
+            changed = {name for old, new in pairs for name in old if old[name] != new.get(name)}
+            if found.isdecimal() and (found != str(self._version) or changed):
+                raise WeightSyncError(
+                    f"{url} no longer holds what this run sent as weight version {self._version}: it reports version"
+                    f" {found}" + (f" and other {shown(sorted(changed))}" if changed else "") +
+                    "; does another run send weights to it?"
+                )  # fmt: skip
+
     def close(self) -> None:
-        """Leave the group; servers that are gone are no hindrance."""
-        try:
-            self._transport.close()
-        except (RequestError, TimeoutError) as error:
-            self._report(f"weight update group not closed everywhere: {error}")
+        """Leave the engines; servers that are gone are no hindrance."""
+        self._close_transport()
         for client in self._clients:
             client.close()
 
-    @property
-    def _urls(self) -> list[str]:
-        return [client.url for client in self._clients]
+    def _close_transport(self) -> None:
+        try:
+            self._transport.close()
+        except FAILURES as error:
+            self._report(f"weight updates not closed everywhere: {error}")
+
+    # one update
 
     def _update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
         started = time.monotonic()
-        self._guarded(version, "pausing", lambda client: client.pause_generation("abort"))
-        if not self._transport.connected:
+        self._find_servers(version)
+        self._guarded(version, "pausing", lambda client: client.pause_generation(self._config.pause))
+        if len(self._engines) < len(self._taking_part):
             self.connect()
-        self._guarded(version, "flushing the cache", lambda client: client.flush_cache())
-        self._guarded(version, "beginning the update", _begin)
-        writer = BucketWriter(int(self._config.bucket_mib * 2**20), self._expected, self._transport.device)
+        elif not self._transport.connected:
+            self._connect_transport()
+        self._guarded(version, "flushing the cache", self._flush)
+        sample = self._sample()
+        expected = self._expectations(sample)
+        try:
+            self._step(version, "beginning the update", lambda: self._transport.begin(version))
+            writer, num_buckets = self._send_all(tensors, version, list(expected.values()))
+            self._step(version, "ending the update", lambda: self._transport.finish(version))
+        except BaseException:
+            self._transport.abort()
+            raise
+        checking = time.monotonic()
+        checked = self._prove(version, sample, expected)
+        checking = time.monotonic() - checking
+        self._guarded(version, "setting the version", lambda client: client.update_weight_version(str(version)))
+        self._check_version(version)
+        self._version, self._prove_all = version, False
+        return SyncReport(
+            seconds=time.monotonic() - started,
+            num_bytes=writer.num_bytes,
+            num_buckets=num_buckets,
+            num_tensors=len(writer.sent),
+            moved_bytes=getattr(self._transport, "moved_bytes", 0),
+            checked=checked,
+            unknown=sum(engine.num_unknown for engine in self._engines.values()),
+            check_seconds=checking,
+        )
+
+    def _send_all(
+        self, tensors: Iterable[tuple[str, Tensor]], version: int, expected: Sequence[Expected]
+    ) -> tuple[BucketWriter, int]:
+        writer = BucketWriter(int(self._config.bucket_mib * 2**20), self._model.expected, self._transport.allocate)
         num_buckets = 0
         try:
             for bucket in writer.buckets(tensors):
+                for each in expected:
+                    each.add(bucket.tensors())
                 self._send(bucket, version, num_buckets)
                 num_buckets += 1
         except WeightSyncError:
@@ -132,60 +216,138 @@ class WeightSync:
         except Exception as error:
             after = writer.last_name or "the start"
             raise self._failure(version, f"after {after}: {type(error).__name__}: {error}") from error
-        missing = [name for name in self._expected if name not in writer.sent]
+        missing = [name for name in self._model.expected if name not in writer.sent]
         if missing:
-            raise self._failure(version, f"tensors not sent: {_shown(missing)}")
-        self._check_engine_names(writer.sent, version)
-        self._guarded(version, "ending the update", lambda client: client.end_weight_update())
-        self._check_same_checksums(version)
-        self._guarded(version, "setting the version", lambda client: client.update_weight_version(str(version)))
-        self._check_version(version)
-        return SyncReport(time.monotonic() - started, writer.num_bytes, num_buckets, len(writer.sent))
+            raise self._failure(version, f"tensors not sent: {shown(missing)}")
+        return writer, num_buckets
 
     def _send(self, bucket: Bucket, version: int, index: int) -> None:
         try:
             self._transport.send_bucket(bucket)
-        except (RequestError, TimeoutError, RuntimeError) as error:
+        except FAILURES as error:
             names = f"{bucket.names[0]} to {bucket.names[-1]}" if len(bucket.names) > 1 else bucket.names[0]
             raise self._failure(version, f"bucket {index} ({names}): {error}") from error
+
+    def _flush(self, client: SGLangClient) -> None:
+        try:
+            client.flush_cache()
+        except RequestError as error:
+            if self._config.pause != "in_place" or error.status != 400:
+                raise
+            raise RequestError(
+                error.url, "/flush_cache", 400,
+                f"{error.message} (requests of somebody else are under way, and weights.pause=in_place keeps the caches"
+                " that they made with the old weights; take abort or retract)",
+            ) from error  # fmt: skip
 
     def _resume(self, version: int) -> None:
         self._guarded(version, "continuing generation", lambda client: client.continue_generation())
 
-    def _check_engine_names(self, names: Iterable[str], version: int | None = None) -> None:
-        """SGLang answers success for a name that it does not know, so this is where such names are found."""
-        targets = {self._engine_name(name): name for name in names}
-        known = set().union(*self._parameters.values())
-        unknown = [f"{name} (as {target})" for target, name in targets.items() if target not in known]
-        if unknown:
-            raise self._failure(version, f"the engines have no parameter for {_shown(unknown)}")
-        for rank, parameters in self._parameters.items():
-            uncovered = sorted(parameters - targets.keys())
-            if uncovered:
-                raise self._failure(version, f"no tensor sent fills these parameters of {rank}: {_shown(uncovered)}")
+    # which servers
 
-    def _check_same_checksums(self, version: int) -> None:
-        """Engine ranks at the same place of different servers must hold the same bytes."""
-        if len(self._clients) == 1:
+    def _find_servers(self, version: int) -> None:
+        """After the first sync: leave out servers that don't answer, take in those that do again, find new ones in the
+        place of old ones. Raises WeightSyncError where none answers, or where somebody else sent weights."""
+        if self._version is None:
             return
-        first: dict[str, tuple[str, dict[str, str]]] = {}
-        for rank, checksums in self._checksums(version).items():
-            place = rank.partition(" ")[2]
-            label, known = first.setdefault(place, (rank, checksums))
-            differing = [name for name, value in checksums.items() if known.get(name) != value]
-            if differing:
-                raise self._failure(version, f"{rank} and {label} hold different {_shown(differing)}")
+        answers, errors = {}, []
+        for client in self._clients:
+            try:
+                answers[client.url] = {**client.server_info(PROBE_S), **client.model_info(PROBE_S)}
+            except RequestError as error:
+                errors.append(error)
+        if not answers:
+            raise WeightSyncError(f"weight sync to version {version}: no server answers: {errors[0]}")
+        for error in errors:
+            self._report(f"{error.url} is left out of weight version {version}, and gets no requests: {error}")
+        known = {url: engine.started for url, engine in self._engines.items()}
+        reached = [client for client in self._clients if client.url in answers]
+        same = [client for client in reached if known.get(client.url) == answers[client.url].get("startup_time")]
+        for client in same:
+            found = answers[client.url]["weight_version"]
+            if client in self._taking_part and found != str(self._version):
+                raise WeightSyncError(
+                    f"weight sync to version {version}: {client.url} reports weight version {found}, this run sent"
+                    f" {self._version}; does another run send weights to it?"
+                )
+        if same == self._taking_part:
+            return
+        for client in reached:
+            if client.url in known and client not in same:
+                self._report(f"{client.url} was started anew: all of its weights are sent and checked again")
+        self._close_transport()
+        self._taking_part[:] = reached
+        self._engines, self._mark = {}, {}
 
-    def _checksums(self, version: int) -> dict[str, dict[str, str]]:
-        """"URL rank R of S" -> parameter name -> checksum."""
+    # checks
+
+    def _sample(self) -> dict[str, list[str]]:
+        """URL -> engine parameters whose checksums this sync compares."""
+        if not self._config.checked_share:
+            return {url: [] for url in self._engines}
+        if self._prove_all:
+            return {url: list(engine.layout) for url, engine in self._engines.items()}
+        first = next(iter(self._engines.values()))
+        taken = self._rotation.take(layout_bytes(first.layout, self._model.dtypes))
+        return {url: [name for name in taken if name in engine.layout] for url, engine in self._engines.items()}
+
+    def _expectations(self, sample: Mapping[str, list[str]]) -> dict[tuple, Expected]:
+        """By what servers have in common, so that each checksum is computed once."""
+        found = {}
+        for url, names in sample.items():
+            engine = self._engines[url]
+            if names and _kind(engine) not in found:
+                found[_kind(engine)] = Expected(engine.layout, names, self._model.dtypes, engine.on_gpu)
+        return found
+
+    def _prove(self, version: int, sample: Mapping[str, list[str]], expected: Mapping[tuple, Expected]) -> int:
+        """How many parameters of engine ranks are proven to hold what was sent."""
+        sent = {kind: each.checksums() for kind, each in expected.items()}
+        answers = self._guarded(version, "taking checksums", lambda client: self._ask(client, sample[client.url]))
+        checked = 0
+        for url, found in answers.items():
+            engine = self._engines[url]
+            for rank, names in enumerate(sent.get(_kind(engine), [])):
+                wrong = [
+                    f"{name} (it has {found[rank].get(name)}, sent was {value})"
+                    for name, value in names.items()
+                    if found[rank].get(name) != value
+                ]
+                if wrong:
+                    raise self._failure(version, f"{engine.label(rank)} does not hold what was sent: {shown(wrong)}")
+                checked += len(names)
+        self._mark = {
+            url: [{name: rank[name] for name in sample[url][:2]} for rank in found]
+            for url, found in answers.items() if sample[url]
+        }  # fmt: skip
+        return checked
+
+    def _ask(self, client: SGLangClient, sample: Sequence[str]) -> list[Checksums]:
+        """[engine rank] checksums of the sampled parameters."""
+        if not sample:
+            return []
+        parameters = sorted(self._engines[client.url].parameters)
+        answer = client.weights_checker("checksum", skip=skipped(parameters, sample))
+        return [{name: rank.get(name, "none") for name in sample} for rank in rank_checksums(answer)]
+
+    def _checksums(self, version: int) -> dict[str, list[Checksums]]:
+        """URL -> [engine rank] checksums of all parameters."""
         answers = self._guarded(version, "taking checksums", lambda client: client.weights_checker("checksum"))
-        ranks = [(url, rank) for url, answer in answers.items() for rank in answer["ranks"]]
-        return {_rank_label(url, rank): rank["checksums"] for url, rank in ranks}
+        return {url: rank_checksums(answer) for url, answer in answers.items()}
+
+    def _compared(self, a: dict[str, list[Checksums]], b: dict[str, list[Checksums]]) -> Iterable[tuple[str, bool]]:
+        """("PARAMETER of URL rank R of S", whether both have the same checksum)."""
+        for url, ranks in a.items():
+            for rank, checksums in enumerate(ranks):
+                for name, value in checksums.items():
+                    yield f"{name} of {self._engines[url].label(rank)}", b[url][rank].get(name) == value
 
     def _check_version(self, version: int) -> None:
         for url, found in self._guarded(version, "reading the version", lambda client: client.weight_version()).items():
             if found != str(version):
                 raise self._failure(version, f"{url} reports weight version {found} after the update")
+
+    # calls
 
     def _guarded(self, version: int, what: str, call: Callable[[SGLangClient], Any]) -> dict[str, Any]:
         try:
@@ -193,39 +355,22 @@ class WeightSync:
         except (RequestError, TimeoutError) as error:
             raise self._failure(version, f"{what}: {error}") from error
 
+    def _step(self, version: int, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except FAILURES as error:
+            raise self._failure(version, f"{what}: {error}") from error
+
     def _on_all(self, what: str, call: Callable[[SGLangClient], Any]) -> dict[str, Any]:
-        tasks = {client.url: (lambda client=client: call(client)) for client in self._clients}
+        tasks = {client.url: (lambda client=client: call(client)) for client in self._taking_part}
         return run_all(tasks, self._config.timeout_s, what)
 
-    def _failure(self, version: int | None, message: str) -> WeightSyncError:
-        if version is None:
-            return WeightSyncError(f"the weights of this model don't fit the servers: {message}")
+    def _failure(self, version: int, message: str) -> WeightSyncError:
+        self._prove_all = True
         return WeightSyncError(
-            f"weight sync to version {version} failed, {', '.join(self._urls)} stay paused: {message}"
+            f"weight sync to version {version} failed, {', '.join(self.urls)} stay paused: {message}"
         )
 
 
-def _begin(client: SGLangClient) -> None:
-    try:
-        client.begin_weight_update()
-    except RequestError as error:
-        # left open by a sync that failed, of this trainer or of one before it
-        if "already open" not in error.message:
-            raise
-        client.end_weight_update()
-        client.begin_weight_update()
-
-
-def _rank_label(url: str, rank: dict[str, Any]) -> str:
-    place = rank["parallelism_info"][0]
-    return f"{url} rank {place['tp_rank']} of {place['tp_size']}"
-
-
-def _equal(a: dict[str, dict[str, str]], b: dict[str, dict[str, str]]) -> list[tuple[str, str]]:
-    """(rank, parameter) of the checksums that are the same in both."""
-    return [(rank, name) for rank in a for name in a[rank] if a[rank][name] == b[rank].get(name)]
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _kind(engine: Engine) -> tuple:
+    return len(engine.ranks), engine.info.get("ep_size", 1), engine.on_gpu, tuple(engine.layout)

@@ -5,12 +5,14 @@ import torch
 
 from gspo_megatron.rollout.buckets import BucketWriter
 
-CPU = torch.device("cpu")
+
+def allocate(size):
+    return torch.empty(size, dtype=torch.uint8)
 
 
 def pack(tensors, capacity):
     expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = BucketWriter(capacity, expected, CPU)
+    writer = BucketWriter(capacity, expected, allocate)
     buckets = [(bucket, bucket.flat.clone()) for bucket in writer.buckets(tensors.items())]
     return writer, buckets
 
@@ -51,11 +53,11 @@ def test_tensors_come_back_bit_for_bit(capacity):
 
 
 def test_a_tensor_that_comes_twice_is_refused():
-    writer = BucketWriter(100, {"a": (torch.float32, (2,))}, CPU)
+    writer = BucketWriter(100, {"a": (torch.float32, (2,))}, allocate)
     with pytest.raises(ValueError, match="a comes a second time"):
         list(writer.buckets([("a", torch.ones(2)), ("a", torch.ones(2))]))
 
 
 def test_an_empty_bucket_size_is_refused():
     with pytest.raises(ValueError, match="weights.bucket_mib"):
-        BucketWriter(0, {}, CPU)
+        BucketWriter(0, {}, allocate)

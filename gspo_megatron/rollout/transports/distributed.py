@@ -1,68 +1,43 @@
-"""How the bytes of a weight bucket reach the engines' ranks."""
+"""Weights by broadcast, in a group of the sending rank and the ranks of all engines."""
 
 import contextlib
 import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gspo_megatron.config import ConfigError
 from gspo_megatron.rollout.client import SGLangClient
-from gspo_megatron.rollout.errors import RequestError
 from gspo_megatron.rollout.parallel import run_all
-
-LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-CLOSE_TIMEOUT_S = 10.0
-GRACE_S = 5.0
-"""The threads' bound is this much above the bound of what they call, so that the more telling error comes first."""
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors laid one after the other in `flat` [bytes] uint8, without gaps, each at a multiple of its item size."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    flat: Tensor
+from gspo_megatron.rollout.transports.base import (
+    CLOSE_TIMEOUT_S,
+    GRACE_S,
+    Bucket,
+    SessionTransport,
+    Setting,
+    engine_ranks,
+    is_local,
+)
 
 
-class WeightTransport(Protocol):
-    """Raises RequestError, TimeoutError or RuntimeError where a transfer fails, and must be connected anew after it."""
-
-    device: torch.device
-    """Where `Bucket.flat` has to lie."""
-    connected: bool
-
-    def connect(self) -> None: ...
-
-    def send_bucket(self, bucket: Bucket) -> None:
-        """Returns when every engine has loaded the bucket."""
-
-    def close(self) -> None: ...
-
-
-class DistributedTransport:
+class DistributedTransport(SessionTransport):
     """One broadcast a bucket, in a group of the sending rank (rank 0) and the ranks of all engines.
 
     The group is made from its own store and is unknown to torch.distributed's registry: the sender's default group,
     which torchrun's ranks share, has no part in it, and a group of an earlier connection can't be in its way.
     """
 
-    def __init__(self, clients: Sequence[SGLangClient], *, backend: str, host: str, timeout_s: float):
-        if backend not in ("gloo", "nccl"):
-            raise ValueError(f"backend {backend!r} is neither gloo nor nccl")
-        self._clients, self._backend, self._timeout_s = clients, backend, timeout_s
-        self._host = host or default_host([client.url for client in clients])
-        self.device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, setting: Setting):
+        if setting.backend not in ("gloo", "nccl"):
+            raise ValueError(f"backend {setting.backend!r} is neither gloo nor nccl")
+        super().__init__(setting)
+        self._backend = setting.backend
+        self._host = setting.config.host or default_host([client.url for client in self._clients])
         self._group: Any = None
         self._store: dist.TCPStore | None = None
         self._name = ""
@@ -142,10 +117,6 @@ class DistributedTransport:
         return lambda: client.destroy_weights_update_group(self._name)
 
 
-TRANSPORTS: dict[str, Callable[..., WeightTransport]] = {"distributed": DistributedTransport}
-"""`weights.transport` -> class; called with (clients, backend=, host=, timeout_s=)."""
-
-
 def make_group(backend: str, store: dist.Store, name: str, world_size: int, timeout: timedelta) -> Any:
     """Rank 0 of a group whose other members call SGLang's `init_custom_process_group` with the same store and name.
 
@@ -168,19 +139,6 @@ def _abort(group: Any) -> None:
         group.abort()
 
 
-def engine_ranks(url: str, info: dict[str, Any]) -> int:
-    """Ranks of a server that take part. Raises ConfigError for layouts that SGLang can't update this way."""
-    for key in ("dp_size", "pp_size"):
-        if info.get(key, 1) != 1:
-            raise ConfigError(
-                f"rollout.servers: {url} runs with {key} {info[key]}, and SGLang takes broadcast weights with 1 only;"
-                " use tensor or expert parallelism there, and more servers in place of data parallelism"
-            )
-    return int(info["tp_size"])
-
-
 def default_host(urls: Sequence[str]) -> str:
     """The address at which these servers reach this machine."""
-    return "127.0.0.1" if all(urlsplit(url).hostname in LOCAL_HOSTS for url in urls) else socket.gethostname()
-
-
+    return "127.0.0.1" if all(map(is_local, urls)) else socket.gethostname()

@@ -1,0 +1,166 @@
+"""Proof that engines hold what was sent: their own checksums against checksums of the tensors on their way out."""
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from gspo_megatron.weights.engine_layout import Piece
+
+Checksums = dict[str, str]
+"""Engine parameter -> 16 hexadecimal digits."""
+Layout = Mapping[str, Sequence[Sequence[Piece]]]
+"""Engine parameter -> [engine rank] -> pieces, of `weights.engine_layout`."""
+
+
+class Sha256:
+    """SGLang's checksum of a tensor on the CPU: the first 8 bytes of SHA-256 over its bytes."""
+
+    def __init__(self):
+        self._digest = hashlib.sha256()
+
+    def add(self, block: Tensor) -> None:
+        # through uint8: numpy knows no bfloat16
+        self._digest.update(memoryview(block.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    def value(self) -> str:
+        return self._digest.digest()[:8].hex()
+
+
+class OnGpu:
+    """SGLang's checksum of a tensor on a GPU, by its own kernel; holds the parameter's blocks until all are there."""
+
+    def __init__(self):
+        self._blocks: list[Tensor] = []
+
+    def add(self, block: Tensor) -> None:
+        self._blocks.append(block.detach().to("cuda", copy=True).reshape(-1).view(torch.uint8))
+
+    def value(self) -> str:
+        from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
+
+        return f"{gpu_tensor_hash(torch.cat(self._blocks)):016x}"
+
+
+class _Stream:
+    """The bytes of one parameter of one engine rank, fed piece by piece in their order."""
+
+    def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, hasher: Callable[[], Sha256 | OnGpu]):
+        self._pieces, self._dtype, self._next, self._hasher = pieces, dtype, 0, hasher()
+
+    def feed(self, held: Mapping[str, Tensor]) -> Iterator[str]:
+        """Goes as far as the held tensors allow; gives the names of the pieces that were taken."""
+        while self._next < len(self._pieces):
+            piece = self._pieces[self._next]
+            if not piece.hf:
+                self._hasher.add(torch.zeros(piece.shape, dtype=self._dtype))
+            elif piece.hf in held:
+                block = tuple(slice(low, low + size) for low, size in zip(piece.start, piece.shape, strict=True))
+                self._hasher.add(held[piece.hf][block])
+                yield piece.hf
+            else:
+                return
+            self._next += 1
+
+    def value(self) -> str | None:
+        return self._hasher.value() if self._next == len(self._pieces) else None
+
+
+class Expected:
+    """Checksums that the engine ranks of one layout must have, computed while the tensors go by.
+
+    A tensor is copied only while it waits for one that lies before it in a parameter: with experts and q, k, v in
+    their order, none is.
+    """
+
+    def __init__(self, layout: Layout, sample: Iterable[str], dtypes: Mapping[str, torch.dtype], on_gpu: bool):
+        hasher = OnGpu if on_gpu else Sha256
+        self._streams: dict[str, list[_Stream]] = {}
+        self._used_by: dict[str, list[_Stream]] = defaultdict(list)
+        self._left: Counter[str] = Counter()
+        self._held: dict[str, Tensor] = {}
+        for name in sample:
+            self._streams[name] = []
+            for pieces in layout[name]:
+                dtype = dtypes[next(piece.hf for pieces in layout[name] for piece in pieces if piece.hf)]
+                stream = _Stream(pieces, dtype, hasher)
+                self._streams[name].append(stream)
+                names = [piece.hf for piece in pieces if piece.hf]
+                self._left.update(names)
+                for hf in dict.fromkeys(names):
+                    self._used_by[hf].append(stream)
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Views of a bucket that is about to be sent; not used after the call."""
+        for name, tensor in tensors:
+            if not self._left[name]:
+                continue
+            self._held[name] = tensor
+            for stream in self._used_by[name]:
+                for taken in stream.feed(self._held):
+                    self._left[taken] -= 1
+                    if not self._left[taken]:
+                        self._held.pop(taken)
+            if name in self._held:
+                self._held[name] = tensor.clone()
+
+    def checksums(self) -> list[Checksums]:
+        """[engine rank], of the sampled parameters whose tensors all came."""
+        ranks = max((len(streams) for streams in self._streams.values()), default=0)
+        found: list[Checksums] = [{} for _ in range(ranks)]
+        for name, streams in self._streams.items():
+            for rank, stream in enumerate(streams):
+                value = stream.value()
+                if value is not None:
+                    found[rank][name] = value
+        return found
+
+
+class Rotation:
+    """Which parameters a sync proves: all of them, or the next ones in turn."""
+
+    def __init__(self, share: float):
+        self._share, self._cursor = share, 0
+
+    def take(self, sizes: Mapping[str, int]) -> list[str]:
+        """Names of at least one parameter, and of at least `share` of all bytes; none where the share is 0."""
+        names = sorted(sizes)
+        if not self._share or not names:
+            return []
+        wanted, taken, found = self._share * sum(sizes.values()), 0, []
+        while len(found) < len(names) and (not found or taken < wanted):
+            name = names[self._cursor % len(names)]
+            self._cursor += 1
+            found.append(name)
+            taken += sizes[name]
+        return found
+
+
+def layout_bytes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """Engine parameter -> its bytes on rank 0."""
+    sizes = {}
+    for name, ranks in layout.items():
+        named = [piece for piece in ranks[0] if piece.hf]
+        item = dtypes[named[0].hf].itemsize if named else 1
+        sizes[name] = sum(item * torch.Size(piece.shape).numel() for piece in ranks[0])
+    return sizes
+
+
+def skipped(parameters: Iterable[str], sample: Iterable[str]) -> list[str]:
+    """What SGLang's `skip_tensor_list` has to hold, so that only the sample is hashed. It skips whatever has an entry
+    as a part of its name: whole layers go by their prefix, and no entry may be a part of a sampled name."""
+    sample = set(sample)
+    kept_layers = {_layer(name) for name in sample}
+    entries: dict[str, None] = {}
+    for name in parameters:
+        if name not in sample:
+            layer = _layer(name)
+            entries[layer if layer and layer not in kept_layers else name] = None
+    return [entry for entry in entries if not any(entry in name for name in sample)]
+
+
+def _layer(name: str) -> str:
+    head, found, tail = name.partition(".layers.")
+    return f"{head}{found}{tail.partition('.')[0]}." if found else ""
