@@ -150,9 +150,13 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    transport: Literal["distributed", "tensor"] = "distributed"
+    transport: Literal["distributed", "tensor", "disk"] = "distributed"
     """How weights reach the servers. `distributed`: a collective group of the sending rank and all engine ranks;
-    `tensor`: memory that servers on the same machine map (shared memory, or CUDA IPC)."""
+    `tensor`: memory that servers on the same machine map (shared memory, or CUDA IPC); `disk`: a checkpoint that all
+    trainer ranks write and all servers read."""
+    dir: str = ""
+    """Where `disk` writes, on a file system that trainer ranks and servers share under this path; room for two
+    checkpoints. Empty takes run.dir/weights."""
     bucket_mib: float = 512.0
     """Size of one flattened bucket, in MiB."""
     host: str = ""

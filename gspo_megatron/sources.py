@@ -4,11 +4,11 @@ Both live on rank 0 only; other ranks get the samples from it.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, dtype
+from torch import dtype
 
 from gspo_megatron.checkpoints import SavedRun
 from gspo_megatron.config import Config, ConfigError
@@ -18,7 +18,7 @@ from gspo_megatron.rollout.collector import Collector
 from gspo_megatron.rollout.launcher import launch_servers
 from gspo_megatron.rollout.records import load_rollout, save_rollout
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
-from gspo_megatron.rollout.weight_sync import SyncReport, WeightSync
+from gspo_megatron.rollout.weight_sync import SyncReport, Tensors, WeightSync
 from gspo_megatron.sampling import collect_groups
 from gspo_megatron.types import Rollout
 from gspo_megatron.weights.hf_files import read_hf_config, read_json
@@ -141,12 +141,14 @@ class LiveSource:
             backend=backend,
             expected=expected,
             engine_name=engine_name,
+            directory=weights_dir(self._config),
+            model_dir=self._config.model.hf,
             report=self._report,
         )
         self._stack.callback(self._sync.close)
         self._sync.connect()
 
-    def send_weights(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int, prove: bool) -> SyncReport:
+    def send_weights(self, tensors: Callable[[], Tensors], version: int, prove: bool) -> SyncReport:
         """One sync, or with `prove` two of them around noise (`weights.prove_coverage`); `tensors` runs once a sync."""
         if prove:
             return self._sync.prove_coverage(tensors, version)
@@ -155,6 +157,11 @@ class LiveSource:
     def close(self) -> None:
         """Stop what was started; bounded."""
         self._stack.close()
+
+
+def weights_dir(config: Config) -> Path:
+    """Where transports by files write weight versions."""
+    return Path(config.weights.dir or Path(config.run.dir) / "weights").absolute()
 
 
 def load_tokenizer(directory: str) -> Any:

@@ -29,7 +29,8 @@ from gspo_megatron.metrics import MetricsWriter, Progress
 from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.resume import as_json
 from gspo_megatron.run_dir import prepare_run_dir
-from gspo_megatron.sources import LiveSource, ReplaySource
+from gspo_megatron.rollout.transports.disk import FILE_TRANSPORTS, write_version
+from gspo_megatron.sources import LiveSource, ReplaySource, weights_dir
 from gspo_megatron.stop import StopRequest
 from gspo_megatron.weights.hf_files import read_hf_config
 from gspo_megatron.weights.hf_writer import write_hf_checkpoint
@@ -203,17 +204,21 @@ class Run:
             return
         first = version == self.first_step
         prove = first and self.config.weights.prove_coverage
-        if self.source is None:
+        tensors = self.policy.hf_tensors
+        if self.config.weights.transport in FILE_TRANSPORTS:
+            written = write_version(
+                self.policy.hf_tensors("all"), weights_dir(self.config), version, self.config.model.hf,
+                self.policy.hf_shapes, writers=self.mesh,
+            )  # fmt: skip
+            tensors = lambda: written  # noqa: E731
+        if self.source is not None:
+            sent = self.source.send_weights(tensors, version, prove)
+            if first:
+                report(f"weights: {sent.text}" + ("; every parameter of the servers proven covered" if prove else ""))
+        elif self.config.weights.transport not in FILE_TRANSPORTS:
             for _ in range(2 if prove else 1):
                 for _ in self.policy.hf_tensors():
                     pass
-        else:
-            sent = self.source.send_weights(self.policy.hf_tensors, version, prove)
-            if first:
-                report(
-                    f"weights: {sent.num_tensors} tensors, {sent.num_bytes / 2**20:.1f} MiB in {sent.num_buckets} "
-                    f"bucket(s), {sent.seconds:.2f} s" + ("; every parameter of the servers proven covered" if prove else "")
-                )
         self.mesh.barrier(f"the sync of weight version {version} by rank 0")
 
     def log(

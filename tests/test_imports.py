@@ -18,7 +18,7 @@ ROOMS = {
     "algorithm": {"algorithm_config", "config", "types"},
     "backend": {"config", "types", "algorithm", "weights"},
     "weights": {"config"},
-    "rollout": {"config", "types"},
+    "rollout": {"config", "types", "weights"},
     "rewards": {"algorithm_config", "config", "types"},
     "data": {"config", "types"},
     "metrics": {"config"},

@@ -58,7 +58,7 @@ class _Stream:
                 self._hasher.add(torch.zeros(piece.shape, dtype=self._dtype))
             elif piece.hf in held:
                 block = tuple(slice(low, low + size) for low, size in zip(piece.start, piece.shape, strict=True))
-                self._hasher.add(held[piece.hf][block])
+                self._hasher.add(_padded(held[piece.hf][block], piece.padded))
                 yield piece.hf
             else:
                 return
@@ -66,6 +66,14 @@ class _Stream:
 
     def value(self) -> str | None:
         return self._hasher.value() if self._next == len(self._pieces) else None
+
+
+def _padded(block: Tensor, shape: Sequence[int]) -> Tensor:
+    if not shape:
+        return block
+    found = block.new_zeros(shape)
+    found[tuple(slice(size) for size in block.shape)] = block
+    return found
 
 
 class Expected:
@@ -91,6 +99,11 @@ class Expected:
                 self._left.update(names)
                 for hf in dict.fromkeys(names):
                     self._used_by[hf].append(stream)
+
+    @property
+    def needed(self) -> list[str]:
+        """Hugging Face names of the tensors that the checksums are made of and that have not come, in a good order."""
+        return [name for name, number in self._left.items() if number]
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Views of a bucket that is about to be sent; not used after the call."""
@@ -144,7 +157,7 @@ def layout_bytes(layout: Layout, dtypes: Mapping[str, torch.dtype]) -> dict[str,
     for name, ranks in layout.items():
         named = [piece for piece in ranks[0] if piece.hf]
         item = dtypes[named[0].hf].itemsize if named else 1
-        sizes[name] = sum(item * torch.Size(piece.shape).numel() for piece in ranks[0])
+        sizes[name] = sum(item * torch.Size(piece.padded or piece.shape).numel() for piece in ranks[0])
     return sizes
 
 

@@ -15,7 +15,9 @@ from gspo_megatron.rollout.engines import Engine, Model, rank_checksums, shown
 from gspo_megatron.rollout.errors import RequestError, WeightSyncError
 from gspo_megatron.rollout.parallel import run_all
 from gspo_megatron.rollout.proof import Checksums, Expected, Rotation, layout_bytes, skipped
-from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, Setting
+from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, DiskTransport, Setting
+from gspo_megatron.rollout.transports.disk import write_version
+from gspo_megatron.weights.hf_files import HFReader
 
 PROBE_S = 30.0
 """A server that does not answer for as long, in seconds, is left out of a sync where others answer."""
@@ -29,12 +31,31 @@ class SyncReport:
     num_buckets: int
     num_tensors: int
     moved_bytes: int = 0
-    """What went over the wire or to the disk; 0 where it is `num_bytes`."""
+    """What went to the servers, once for all of them, or to the disk; at least `num_bytes` but for deltas."""
     checked: int = 0
     """Engine parameters whose checksums were held against what was sent, over all engine ranks."""
     unknown: int = 0
     """Engine parameters, over all engine ranks, whose layout is not known: only their names are checked."""
     check_seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        found = (
+            f"{self.num_tensors} tensors, {self.num_bytes / 2**20:.1f} MiB in {self.num_buckets} bucket(s),"
+            f" {self.seconds:.2f} s; checksums of {self.checked} engine parameters are those of what was sent"
+        )
+        return found + (f", {self.unknown} have a layout that is not known" if self.unknown else "")
+
+
+@dataclass(frozen=True)
+class _Sent:
+    num_bytes: int
+    num_buckets: int
+    moved_bytes: int
+
+
+Tensors = Iterable[tuple[str, Tensor]] | Path
+"""Named tensors, or for transports by files also the directory of a checkpoint that holds them."""
 
 
 class WeightSync:
@@ -105,13 +126,13 @@ class WeightSync:
             who = f"{', '.join(self.urls)} can't be updated by weights.transport={self._config.transport}"
             raise WeightSyncError(f"{who}: {error}") from error
 
-    def run(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def run(self, tensors: Tensors, version: int) -> SyncReport:
         """Send all tensors once as weight version `version` and let generation go on."""
         report = self._update(tensors, version)
         self._resume(version)
         return report
 
-    def prove_coverage(self, tensors: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> SyncReport:
+    def prove_coverage(self, tensors: Callable[[], Tensors], version: int) -> SyncReport:
         """Update, overwrite the engines' parameters with noise, update again: all must be as after the first time.
 
         `tensors` gives a new iterator at every call. Raises WeightSyncError naming the parameters that kept noise.
@@ -165,7 +186,7 @@ class WeightSync:
 
     # one update
 
-    def _update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> SyncReport:
+    def _update(self, tensors: Tensors, version: int) -> SyncReport:
         started = time.monotonic()
         self._find_servers(version)
         self._guarded(version, "pausing", lambda client: client.pause_generation(self._config.pause))
@@ -176,13 +197,10 @@ class WeightSync:
         self._guarded(version, "flushing the cache", self._flush)
         sample = self._sample()
         expected = self._expectations(sample)
-        try:
-            self._step(version, "beginning the update", lambda: self._transport.begin(version))
-            writer, num_buckets = self._send_all(tensors, version, list(expected.values()))
-            self._step(version, "ending the update", lambda: self._transport.finish(version))
-        except BaseException:
-            self._transport.abort()
-            raise
+        if isinstance(self._transport, DiskTransport):
+            sent = self._send_files(tensors, version, list(expected.values()))
+        else:
+            sent = self._send_all(tensors, version, list(expected.values()))
         checking = time.monotonic()
         checked = self._prove(version, sample, expected)
         checking = time.monotonic() - checking
@@ -191,18 +209,18 @@ class WeightSync:
         self._version, self._prove_all = version, False
         return SyncReport(
             seconds=time.monotonic() - started,
-            num_bytes=writer.num_bytes,
-            num_buckets=num_buckets,
-            num_tensors=len(writer.sent),
-            moved_bytes=getattr(self._transport, "moved_bytes", 0),
+            num_bytes=sent.num_bytes,
+            num_buckets=sent.num_buckets,
+            num_tensors=len(self._model.expected),
+            moved_bytes=sent.moved_bytes,
             checked=checked,
             unknown=sum(engine.num_unknown for engine in self._engines.values()),
             check_seconds=checking,
         )
 
-    def _send_all(
-        self, tensors: Iterable[tuple[str, Tensor]], version: int, expected: Sequence[Expected]
-    ) -> tuple[BucketWriter, int]:
+    def _send_all(self, tensors: Tensors, version: int, expected: Sequence[Expected]) -> _Sent:
+        assert not isinstance(tensors, Path), f"{tensors} can't be sent by weights.transport={self._config.transport}"
+        self._step(version, "beginning the update", lambda: self._transport.begin(version))
         writer = BucketWriter(int(self._config.bucket_mib * 2**20), self._model.expected, self._transport.allocate)
         num_buckets = 0
         try:
@@ -219,7 +237,26 @@ class WeightSync:
         missing = [name for name in self._model.expected if name not in writer.sent]
         if missing:
             raise self._failure(version, f"tensors not sent: {shown(missing)}")
-        return writer, num_buckets
+        self._step(version, "ending the update", lambda: self._transport.finish(version))
+        return _Sent(writer.num_bytes, num_buckets, writer.num_bytes)
+
+    def _send_files(self, tensors: Tensors, version: int, expected: Sequence[Expected]) -> _Sent:
+        """A checkpoint that is written already, or is here; what servers load is what is held against them."""
+        transport, shapes = self._transport, {name: tuple(shape) for name, (_, shape) in self._model.expected.items()}
+        try:
+            if not isinstance(tensors, Path):
+                tensors = write_version(tensors, transport.directory, version, transport.model_dir, shapes)
+            reader = HFReader(tensors)
+            wrong = [name for name, (dtype, _) in self._model.expected.items() if reader.dtype(name) != dtype]
+            if wrong:
+                raise ValueError(f"{shown(wrong)} not of the dtype that is expected")
+            for each in expected:
+                each.add((name, reader.read(name, (0,) * len(shapes[name]), shapes[name])) for name in each.needed)
+            transport.load(tensors, version)
+        except (*FAILURES, ValueError, KeyError) as error:
+            raise self._failure(version, f"{type(error).__name__}: {error}") from error
+        num_bytes = sum(path.stat().st_size for path in reader.files)
+        return _Sent(num_bytes, 1, num_bytes)
 
     def _send(self, bucket: Bucket, version: int, index: int) -> None:
         try:

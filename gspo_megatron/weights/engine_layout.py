@@ -15,16 +15,20 @@ from typing import Any
 VOCABULARY_MULTIPLE = 64
 """SGLang pads the vocabulary's rows to a multiple of this, so that all tensor ranks hold as many."""
 
+CPU_FFN_MULTIPLE = 32
+"""Its CPU engines pad a rank's part of a feed-forward layer's inner size to a multiple of this."""
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of the HF tensor `hf`; without a name it is zeros."""
+    """A block of the HF tensor `hf`, with zeros after it in every dimension up to `padded`; without a name, zeros."""
 
     hf: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    padded: tuple[int, ...] = ()
+    """The shape with its zeros; empty where there are none."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class EngineGeometry:
     num_heads: int
     num_kv_heads: int
     num_experts: int
+    ffn_multiple: int = 1
+    """The inner size of feed-forward layers is padded to a multiple of this times `tensor`."""
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], info: Mapping[str, Any]) -> "EngineGeometry":
@@ -44,7 +50,8 @@ class EngineGeometry:
         heads = int(text.get("num_attention_heads", 0))
         experts = next((int(text[key]) for key in _NUM_EXPERTS if key in text), 0)
         kv_heads = int(text.get("num_key_value_heads", heads))
-        return cls(int(info["tp_size"]), int(info.get("ep_size", 1)), heads, kv_heads, experts)
+        ffn_multiple = CPU_FFN_MULTIPLE if info.get("device") == "cpu" else 1
+        return cls(int(info["tp_size"]), int(info.get("ep_size", 1)), heads, kv_heads, experts, ffn_multiple)
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,15 @@ def _cut(hf: str, shape: Sequence[int], dim: int, index: int, count: int) -> Pie
     return Piece(hf, tuple(start), tuple(part))
 
 
+def _ffn_cut(hf: str, shape: Sequence[int], dim: int, index: int, count: int, multiple: int) -> Piece:
+    """As `_cut`, where the ranks' parts are a multiple, and the last ones are filled up with zeros."""
+    each = -(-shape[dim] // (multiple * count)) * multiple
+    start, part, padded = [0] * len(shape), list(shape), list(shape)
+    held = max(0, min(each, shape[dim] - index * each))
+    start[dim], part[dim], padded[dim] = (index * each if held else 0), held, each
+    return Piece(hf, tuple(start), tuple(part), tuple(padded) if held < each else ())
+
+
 def _whole(parameter: _Parameter, rank: int) -> list[Piece] | None:
     if len(parameter.hf) != 1:
         return None
@@ -149,8 +165,15 @@ def _gate_up(parameter: _Parameter, rank: int) -> list[Piece] | None:
     names = [name for kind in ("gate", "up") for name in parameter.hf if f".{kind}_proj." in name]
     if len(names) != 2 or len(parameter.hf) != 2:
         return None
-    pieces = [_cut(name, parameter.shapes[name], 0, rank, parameter.geometry.tensor) for name in names]
-    return pieces if all(pieces) else None
+    ranks, multiple = parameter.geometry.tensor, parameter.geometry.ffn_multiple
+    return [_ffn_cut(name, parameter.shapes[name], 0, rank, ranks, multiple) for name in names]
+
+
+def _down(parameter: _Parameter, rank: int) -> list[Piece] | None:
+    if len(parameter.hf) != 1:
+        return None
+    name, geometry = parameter.hf[0], parameter.geometry
+    return [_ffn_cut(name, parameter.shapes[name], 1, rank, geometry.tensor, geometry.ffn_multiple)]
 
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(\w+?)(?:_proj)?\.weight$")
@@ -177,8 +200,8 @@ def _experts(dim: int) -> Rule:
         if not wanted or any(place not in places for place in wanted):
             return None
         names = [places[place] for place in wanted]
-        pieces = [_cut(name, parameter.shapes[name], dim, rank % cuts, cuts) for name in names]
-        return pieces if all(pieces) else None
+        multiple = geometry.ffn_multiple * (geometry.tensor // cuts)
+        return [_ffn_cut(name, parameter.shapes[name], dim, rank % cuts, cuts, multiple) for name in names]
 
     return rule
 
@@ -189,7 +212,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"\.experts\.w2_weight$", _experts(1)),
     (r"\.gate_up_proj\.weight$", _gate_up),
     (r"\.self_attn\.o_proj\.weight$", _along(1)),
-    (r"\.down_proj\.weight$", _along(1)),
+    (r"\.down_proj\.weight$", _down),
     (r"^(model\.embed_tokens|lm_head)\.weight$", _vocabulary),
     (r"(layernorm|norm)\.weight$", _whole),
     (r"\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate)\.weight$", _whole),

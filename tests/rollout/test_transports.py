@@ -22,7 +22,7 @@ from gspo_megatron.weights.hf_files import read_hf_config
 PROMPTS = [Prompt(index, tuple(range(10 + index, 16 + index))) for index in range(2)]
 LAUNCHED = {"dense, 1 rank": ("qwen3", 1), "dense, 2 ranks": ("qwen3", 2), "moe, 2 ranks": ("qwen3_moe", 2)}
 ENGINES = ["moe, 1 rank", *LAUNCHED]
-TRANSPORTS = ["tensor", "distributed"]
+TRANSPORTS = ["tensor", "distributed", "disk"]
 
 
 @dataclass
@@ -118,7 +118,7 @@ def test_generation_after_a_sync_is_of_the_new_weights(engine, transport, sync_t
     sync.connect()
     new, old = tensors_of(engine.other_dir), tensors_of(engine.model_dir)
     report = sync.run(new.items(), version=1)
-    assert report.num_tensors == len(new) and report.num_bytes == sum(tensor.nbytes for tensor in new.values())
+    assert report.num_tensors == len(new) and report.num_bytes >= sum(tensor.nbytes for tensor in new.values())
     # the first sync holds the checksum of every parameter of every engine rank against what was sent
     assert report.unknown == 0 and report.checked == sum(len(names) for names in sync._engines[engine.url].ranks)
     assert_serves(engine, engine.other_dir, 1)

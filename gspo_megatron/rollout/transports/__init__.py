@@ -3,13 +3,15 @@
 from collections.abc import Callable
 
 from gspo_megatron.rollout.transports.base import Bucket, Setting, WeightTransport
+from gspo_megatron.rollout.transports.disk import DiskTransport
 from gspo_megatron.rollout.transports.distributed import DistributedTransport
 from gspo_megatron.rollout.transports.tensor import TensorTransport
 
-__all__ = ["TRANSPORTS", "Bucket", "Setting", "WeightTransport"]
+__all__ = ["TRANSPORTS", "Bucket", "DiskTransport", "Setting", "WeightTransport"]
 
-TRANSPORTS: dict[str, Callable[[Setting], WeightTransport]] = {
+TRANSPORTS: dict[str, Callable[[Setting], WeightTransport | DiskTransport]] = {
     "distributed": DistributedTransport,
     "tensor": TensorTransport,
+    "disk": DiskTransport,
 }
 """`weights.transport` -> class."""

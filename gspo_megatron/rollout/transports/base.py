@@ -79,9 +79,6 @@ class WeightTransport(Protocol):
     def finish(self, version: int) -> None:
         """Returns when every engine has loaded all buckets since `begin`."""
 
-    def abort(self) -> None:
-        """Give up what was begun; never raises. Nothing half-written stays."""
-
     def close(self) -> None: ...
 
 
@@ -100,9 +97,6 @@ class SessionTransport:
 
     def finish(self, version: int) -> None:
         self._on_all("ending the update", lambda client: client.end_weight_update())
-
-    def abort(self) -> None:
-        """The session stays open on the engines, which are paused; the next `begin` ends it first."""
 
     def _on_all(self, what: str, call: Callable[[SGLangClient], Any]) -> None:
         on_all(self._clients, self._timeout_s, what, call)
