@@ -323,28 +323,30 @@ def _queues(specs, pieces, cells, sender_of, senders) -> dict[int, deque[_Item]]
 
 
 def _schedule(queues: dict[int, deque[_Item]], bucket_bytes: int) -> list[dict[int, list[_Item]]]:
-    """[round] sender -> its bucket's tensors: as many as all ranks that take part have room for.
+    """[round] sender -> its bucket's tensors: as many as all ranks that take part have room for, of which a 64th is left
+    to what messages need beside their bytes.
 
     The senders take turns at being first, so that each comes to its due.
     """
+    room = bucket_bytes - bucket_bytes // 64
     rounds: list[dict[int, list[_Item]]] = []
     waiting = [sender for sender, queue in queues.items() if queue]
     while waiting:
         used: dict[int, int] = defaultdict(int)
         turn = len(rounds) % len(waiting)
-        filled = {sender: _fill(queues[sender], used, bucket_bytes) for sender in waiting[turn:] + waiting[:turn]}
+        filled = {sender: _fill(queues[sender], used, room) for sender in waiting[turn:] + waiting[:turn]}
         rounds.append({sender: items for sender, items in filled.items() if items})
         waiting = [sender for sender in waiting if queues[sender]]
     return rounds
 
 
-def _fill(queue: deque[_Item], used: dict[int, int], bucket_bytes: int) -> list[_Item]:
+def _fill(queue: deque[_Item], used: dict[int, int], room: int) -> list[_Item]:
     items: list[_Item] = []
     while queue:
         item = queue[0]
         if items and item.key != items[0].key:
             break
-        fits = all(used[rank] + size <= bucket_bytes for rank, size in item.needs)
+        fits = all(used[rank] + size <= room for rank, size in item.needs)
         if not fits and (items or any(used[rank] for rank, _ in item.needs)):
             break
         for rank, size in item.needs:

@@ -19,8 +19,8 @@ MOE, DENSE = FAMILIES["Qwen3MoeForCausalLM"], FAMILIES["Qwen3ForCausalLM"]
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def plan_of(shape, ranks, senders, bucket_bytes=512 * 2**20, fp32=()):
-    family = MOE if shape.num_experts else DENSE
+def plan_of(shape, ranks, senders, bucket_bytes=512 * 2**20, fp32=(), family=None):
+    family = family or (MOE if shape.num_experts else DENSE)
     dtypes = {name: torch.float32 if name in fp32 else torch.bfloat16 for name in hf_shapes(family, shape)}
     return plan_reshard(family, shape, ranks, dtypes, senders(ranks), bucket_bytes)
 
@@ -30,9 +30,13 @@ def plan_of(shape, ranks, senders, bucket_bytes=512 * 2**20, fp32=()):
 def test_every_element_comes_once_from_a_rank_that_holds_it(seed, senders):
     shape, ranks = random_case(seed)
     family = MOE if shape.num_experts else DENSE
-    held = [{block for blocks in blocks_of(family, shape, place).values() for block in blocks} for place in ranks]
     plan = plan_of(shape, ranks, senders, bucket_bytes=[60, 400, 3000][seed % 3], fp32={NORM})
     assert list(plan.specs) == list(hf_shapes(family, shape))
+    assert_covered_once(plan, family, shape, ranks)
+
+
+def assert_covered_once(plan, family, shape, ranks):
+    held = [{block for blocks in blocks_of(family, shape, place).values() for block in blocks} for place in ranks]
     assert sorted(name for bucket in plan.buckets for name in bucket.names) == sorted(plan.specs)
     counts = {name: np.zeros(size, dtype=int) for name, (_, size) in plan.specs.items()}
     for bucket in plan.buckets:
@@ -44,6 +48,18 @@ def test_every_element_comes_once_from_a_rank_that_holds_it(seed, senders):
                 assert block.hf in bucket.names
                 counts[block.hf][block.hf_slices] += 1
     assert {name: (count.min(), count.max()) for name, count in counts.items()} == dict.fromkeys(counts, (1, 1))
+
+
+@pytest.mark.parametrize("senders", SENDERS.values(), ids=SENDERS)
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_every_family_comes_whole(architecture, senders):
+    """Biases, shared experts, dense layers among others, experts stacked in one tensor."""
+    shape = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True, dense_layers=(0,))
+    for layout in (dict(tensor=2, pipeline=3, expert=4), dict(tensor=2, expert=2, expert_tensor=2)):
+        ranks = places(shape, 12, **layout)
+        plan = plan_of(shape, ranks, senders, bucket_bytes=1_000, family=FAMILIES[architecture])
+        assert_covered_once(plan, FAMILIES[architecture], shape, ranks)
+        assert_messages_fit(plan)
 
 
 def held_bytes(family, shape, place, specs):
@@ -96,22 +112,26 @@ def test_rounds_are_bounded_on_every_rank(seed, senders):
 def test_offsets_are_aligned_and_a_message_that_fits_as_it_is_goes_to_its_place(seed):
     shape, ranks = random_case(seed)
     plan = plan_of(shape, ranks, one_per_stage, bucket_bytes=2_000, fp32={NORM})
+    assert_messages_fit(plan)
+
+
+def assert_messages_fit(plan):
     for bucket in plan.buckets:
         start = dict(zip(bucket.names, bucket.offsets, strict=True))
-        assert all(start[name] % plan.specs[name][0].itemsize == 0 for name in bucket.names)
-        flat = np.full(bucket.num_bytes, -1)  # position of every byte in the message that it comes with
+        (item,) = {plan.specs[name][0].itemsize for name in bucket.names}
+        assert not any(offset % item for offset in bucket.offsets)
+        flat = np.full(bucket.num_bytes // item, -1)  # position of every element in the message that it comes with
         for part in bucket.transfers:
             position = 0
             for block in part.blocks:
-                dtype, size = plan.specs[block.hf]
-                view = flat[start[block.hf] : start[block.hf] + nbytes(plan.specs[block.hf])]
-                num_bytes = block.numel * dtype.itemsize
-                message = np.arange(position, position + num_bytes).reshape(*block.shape, dtype.itemsize)
-                view.reshape(*size, dtype.itemsize)[block.hf_slices] = message
-                position += num_bytes
+                size = plan.specs[block.hf][1]
+                tensor = flat[start[block.hf] // item :][: prod(size)].reshape(size)
+                block.of_hf(tensor)[...] = np.arange(position, position + block.numel).reshape(block.shape)
+                position += block.numel
+            assert position * item == part.num_bytes
             where = np.flatnonzero(flat >= 0)
-            in_one_piece = np.array_equal(flat[where[0] : where[0] + part.num_bytes], np.arange(part.num_bytes))
-            assert part.offset == (where[0] if in_one_piece else None)
+            in_one_piece = np.array_equal(flat[where[0] : where[0] + position], np.arange(position))
+            assert part.offset == (where[0] * item if in_one_piece else None)
             flat[where] = -1
 
 
@@ -191,6 +211,6 @@ def test_buckets_are_as_full_as_they_can_be(bucket_bytes):
     sizes = [[nbytes(plan.specs[name]) for name in bucket.names] for bucket in plan.buckets]
     assert all(len(size) == 1 or sum(size) <= bucket_bytes for size in sizes)
     for size, following in pairwise(sizes):
-        assert sum(size) + following[0] > bucket_bytes
+        assert sum(size) + following[0] > bucket_bytes * 63 // 64
     assert len(sizes) == {1: len(plan.specs), 10**9: 1}.get(bucket_bytes, len(sizes))
     assert sum(map(sum, sizes)) == 2 * sum(prod(size) for _, size in plan.specs.values())
