@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from gspo_megatron.checkpoints import find_checkpoint
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.guards import GUARDS, algorithm_faults
-from gspo_megatron.model_files import ModelInfo, read_model, tokenizer_faults, weight_faults
+from gspo_megatron.model_files import ModelInfo, megatron_faults, read_model, tokenizer_faults, weight_faults
 from gspo_megatron.plugins import MODULE_FUNCTION
 from gspo_megatron.resume import changed_faults
 from gspo_megatron.topology import alternatives, divisors, model_faults, world_faults
@@ -115,7 +115,11 @@ def check_config(config: Config, world_size: int | None = None, earlier_run: boo
         model, found = read_model(directory)
         faults += found
         if (directory / "config.json").is_file():
-            faults += [*tokenizer_faults(directory), *weight_faults(directory, model)]
+            faults += tokenizer_faults(directory)
+            if config.model.megatron:
+                faults += megatron_faults(Path(config.model.megatron), model)
+            else:
+                faults += weight_faults(directory, model)
     if model is not None:
         faults += [*model_faults(config, model), *_lengths(config, model)]
     if world_size is not None and not any(fault.startswith("parallel.") for fault in _ranges(config)):

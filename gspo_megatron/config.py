@@ -48,6 +48,10 @@ class RunConfig:
 class ModelConfig:
     hf: str = ""
     """Directory of the Hugging Face checkpoint to start from (config.json, tokenizer, *.safetensors). Required."""
+    megatron: str = ""
+    """Directory of a `torch_dist` checkpoint of that model (`tools/convert_hf_to_megatron.py`, a run's
+    checkpoints/step_N, or Megatron-LM's own) to take the weights from instead. `hf` then gives config.json and
+    tokenizer; its weights are not read by the trainer, only by servers that it launches."""
 
 
 @dataclass(frozen=True)

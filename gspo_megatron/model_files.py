@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gspo_megatron.config import ConfigError
 from gspo_megatron.weights.families import FAMILIES, Family
 from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
@@ -115,6 +116,19 @@ def tokenizer_faults(directory: Path) -> list[str]:
         return []
     wanted = ", or ".join(" with ".join(group) for group in _TOKENIZER_FILES)
     return [f"model.hf: {str(directory)!r} has no tokenizer files; copy {wanted} into it"]
+
+
+def megatron_faults(directory: Path, info: ModelInfo | None) -> list[str]:
+    """What is wrong with a `torch_dist` checkpoint: no such, damaged, or of another model than `info`."""
+    if info is None:
+        return []
+    from gspo_megatron.weights.megatron_files import MegatronReader  # here, because it needs torch
+
+    try:
+        MegatronReader(directory, FAMILIES[info.architecture], info.shape)
+    except ConfigError as error:
+        return error.faults
+    return []
 
 
 def weight_faults(directory: Path, info: ModelInfo | None = None) -> list[str]:

@@ -10,7 +10,8 @@ from gspo_megatron.checkpoints import SavedRun
 from gspo_megatron.config import Config
 
 FREE = (
-    "run.dir", "run.overwrite", "run.allow_changed", "model.hf", "parallel", "metrics", "export", "checkpoint",
+    "run.dir", "run.overwrite", "run.allow_changed", "model.hf", "model.megatron", "parallel", "metrics",
+    "export", "checkpoint",
     "weights", "train.steps", "train.tokens_per_micro_batch", "train.timeout_s",
     "rollout.servers", "rollout.launch", "rollout.concurrency", "rollout.request_timeout_s", "rollout.retries",
     "rollout.save", "rollout.replay", "rollout.max_logprob_gap",
@@ -79,7 +80,7 @@ def _matters(name: str, config: Config) -> bool:
     """A free key that decides something with these settings: where a schedule ends, what the reference policy is."""
     if name == "train.steps":
         return config.optimizer.schedule != "constant"
-    return name == "model.hf" and config.regularizer.kl > 0
+    return name in ("model.hf", "model.megatron") and config.regularizer.kl > 0
 
 
 def _model_faults(config: Config, saved: SavedRun, where: str) -> Iterable[str]:

@@ -28,6 +28,7 @@ from gspo_megatron.weights.export import HFBucket, export_buckets
 from gspo_megatron.weights.families import FAMILIES, Family
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
 from gspo_megatron.weights.load import check_files, load_parameters
+from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes
 from gspo_megatron.weights.reshard import SENDERS, ReshardPlan, plan_reshard
 from gspo_megatron.weights.rules import ModelShape
@@ -58,8 +59,7 @@ class Policy:
         self.family = family_of(hf, config.model.hf)
         self.shape = ModelShape.from_hf(hf)
         self.dtype = torch_dtype(config.train.dtype)
-        reader = HFReader(config.model.hf)
-        check_files(reader, self.family, self.shape)
+        reader = open_weights(config, self.family, self.shape)
         chunks = build_model(hf, config, mesh)
         self._place = place_of_rank(mesh, chunks)
         blocks = blocks_of(self.family, self.shape, self._place)
@@ -240,6 +240,15 @@ class Policy:
         with self.mesh.waiting_for("names of metrics of the last pipeline stage"):
             dist.broadcast_object_list(box, src=last, group=self.mesh.pipeline, device=self.mesh.device)
         return box[0]
+
+
+def open_weights(config: Config, family: Family, shape: ModelShape) -> HFReader | MegatronReader:
+    """Where the run starts from. Raises ConfigError for files that are not of this model, or damaged."""
+    if config.model.megatron:
+        return MegatronReader(config.model.megatron, family, shape)
+    reader = HFReader(config.model.hf)
+    check_files(reader, family, shape)
+    return reader
 
 
 class Shard(NamedTuple):

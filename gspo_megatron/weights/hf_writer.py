@@ -219,14 +219,19 @@ def _name_shards(shards: list[ShardFile], partial: Path) -> None:
 
 
 def _copy_files(reference: Path, config: dict[str, Any], by_rank: list[list[ShardFile]], partial: Path) -> None:
-    for file in sorted(reference.iterdir()):
-        is_index = file.name.endswith(".index.json")  # of the reference's own weights
-        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and not is_index:
-            shutil.copyfile(file, partial / file.name)
     num_elements: Counter[str] = Counter()
     for shard in (shard for shards in by_rank for shard in shards):
         num_elements.update(shard.num_elements)
-    _say_dtype(config, num_elements.most_common(1)[0][0], partial / "config.json")
+    copy_model_files(reference, config, num_elements.most_common(1)[0][0], partial)
+
+
+def copy_model_files(reference: Path, config: dict[str, Any], dtype: str, directory: Path) -> None:
+    """config.json, which gets the `dtype` that most elements are in, and all small files of a checkpoint but indices."""
+    for file in sorted(reference.iterdir()):
+        is_index = file.name.endswith(".index.json")  # of the reference's own weights
+        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and not is_index:
+            shutil.copyfile(file, directory / file.name)
+    _say_dtype(config, dtype, directory / "config.json")
 
 
 def _say_dtype(config: dict[str, Any], dtype: str, path: Path) -> None:

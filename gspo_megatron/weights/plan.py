@@ -38,14 +38,15 @@ class Place:
     """Multi-token-prediction layers, from 0 on."""
 
 
-def _whole_model(shape: ModelShape) -> Place:
+def whole_place(shape: ModelShape) -> Place:
+    """One rank that holds the whole model."""
     layers, experts = tuple(range(shape.num_layers)), tuple(range(shape.num_experts))
     return Place(0, 0, 1, 0, 1, layers, experts, True, True, 0, 0, tuple(range(shape.mtp_layers)))
 
 
 def whole_parameters(family: Family, shape: ModelShape) -> Iterable[tuple[Row, str, Composition]]:
     """(row, canonical name, composition) of every parameter of the model on one rank."""
-    return _parameters(family, shape, _whole_model(shape))
+    return _parameters(family, shape, whole_place(shape))
 
 
 def hf_shapes(family: Family, shape: ModelShape) -> dict[str, tuple[int, ...]]:

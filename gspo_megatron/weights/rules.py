@@ -6,7 +6,7 @@ after the other. Axis 0 is the output dimension, axis 1 the input dimension of a
 `tensor_parallel/layers.py`, ColumnParallelLinear cuts axis 0, RowParallelLinear axis 1).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -169,6 +169,38 @@ class Block:
         slices = tuple(slice(low, low + (size - 1) * step + 1, step) for low, size, step in places)
         slices = slices[::-1] if self.transposed else slices
         return slices if self.hf_index is None else (self.hf_index, *slices)
+
+    def cut(self, start: Sequence[int], shape: Sequence[int]) -> "Block | None":
+        """What this has in common with the rectangle of the parameter at `start`; None where that is nothing."""
+        low = [max(a, b) for a, b in zip(start, self.param_start, strict=True)]
+        high = [min(a + m, b + n) for a, m, b, n in zip(start, shape, self.param_start, self.shape, strict=True)]
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        steps = self.hf_step or (1,) * len(self.shape)
+        moved = [(a - b) * step for a, b, step in zip(low, self.param_start, steps, strict=True)]
+        return replace(
+            self,
+            hf_start=tuple(a + b for a, b in zip(self.hf_start, moved, strict=True)),
+            param_start=tuple(low),
+            shape=tuple(b - a for a, b in zip(low, high, strict=True)),
+        )
+
+    def cut_hf(self, start: Sequence[int], shape: Sequence[int]) -> "Block | None":
+        """What this has in common with the rectangle of the HF tensor at `start`, on the HF tensor's axes."""
+        start, shape = list(start), list(shape)
+        if self.hf_index is not None:
+            if not start[0] <= self.hf_index < start[0] + shape[0]:
+                return None
+            start, shape = start[1:], shape[1:]
+        if self.transposed:
+            start, shape = start[::-1], shape[::-1]
+        low, high = [], []
+        for begin, size, first, step, base, number in zip(
+            start, shape, self.hf_start, self.hf_step or (1,) * len(shape), self.param_start, self.shape, strict=True
+        ):
+            low.append(base + max(0, -(-(begin - first) // step)))
+            high.append(base + min(number, -(-(begin + size - first) // step)))
+        return self.cut(low, [b - a for a, b in zip(low, high, strict=True)])
 
     def of_hf(self, tensor: Any) -> Any:
         """The rectangle as a view of the whole HF tensor (torch or numpy), in the parameter's orientation."""
