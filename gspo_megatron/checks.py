@@ -81,6 +81,15 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.launch.ready_timeout_s": above(0),
     "weights.bucket_mib": above(0),
     "weights.timeout_s": above(0),
+    "health.max_expert_change": within(0, 1),
+    "health.max_load_imbalance": at_least(0),
+    "health.min_ess": within(0, 1),
+    "health.max_clip_fraction": within(0, 1),
+    "health.max_log_ratio_std": at_least(0),
+    "health.max_token_log_ratio_std": at_least(0),
+    "health.max_logprob_gap": at_least(0),
+    "health.max_zero_std": within(0, 1),
+    "health.max_truncated": within(0, 1),
     "checkpoint.every": at_least(0),
     "checkpoint.keep": at_least(1),
     "checkpoint.keep_every": at_least(0),
@@ -121,7 +130,7 @@ def check_config(config: Config, world_size: int | None = None, earlier_run: boo
             else:
                 faults += weight_faults(directory, model)
     if model is not None:
-        faults += [*model_faults(config, model), *_lengths(config, model)]
+        faults += [*model_faults(config, model), *_lengths(config, model), *_routing_replay(config, model)]
     if world_size is not None and not any(fault.startswith("parallel.") for fault in _ranges(config)):
         faults += world_faults(config, world_size)
     return faults
@@ -284,6 +293,21 @@ def _metrics(config: Config) -> Iterable[str]:
     for writer in config.metrics.writers:
         if importlib.util.find_spec(writer) is None:
             yield f"metrics.writers: {writer!r} is not installed here; run pip install {writer}, or drop it"
+
+
+def _routing_replay(config: Config, model: ModelInfo) -> Iterable[str]:
+    if not config.train.routing_replay:
+        return
+    refused = "train.routing_replay: true is refused"
+    if not model.shape.num_experts:
+        yield f"{refused}, {model.architecture} has no experts; use false"
+    if config.loss.old_log_probs == "rollout":
+        yield (
+            f"{refused} with loss.old_log_probs=rollout: no pass of the trainer's chooses the experts to replay; use "
+            "loss.old_log_probs=recompute"
+        )
+    if config.megatron.transformer.get("moe_router_fusion"):
+        yield f"{refused} with megatron.transformer.moe_router_fusion, which chooses by itself; drop one"
 
 
 def _lengths(config: Config, model: ModelInfo) -> Iterable[str]:

@@ -1,6 +1,6 @@
 """Where two runs part: `python -m gspo_megatron compare RUN_A RUN_B [--tolerance X]`, on their metrics.jsonl.
 
-Times, speeds and other readings of the clock differ between any two runs and are left out.
+Times, speeds and other readings of the clock differ between any two runs and are left out, as are histograms and alarms.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from gspo_megatron.metrics import read_metrics
 
 CLOCK = ("time/", "tokens/per_s")
 """Prefixes of metrics that say how fast a run was, not what it computed."""
+STEPPED = ("gspo/log_ratio_hist/", "health/")
+"""Prefixes of metrics that jump where others differ by rounding, at the edge of a bin or a threshold."""
 TOLERANCE = 1e-4
 """Default: what rounding in fp32 leaves between layouts over a few steps."""
 
@@ -102,7 +104,7 @@ def comparison_text(found: Comparison, tolerance: float, limit: int = 10) -> str
 
 
 def _load(run: str | Path) -> dict[int, dict[str, float]]:
-    """Step -> its numbers, those of the clock left out. `run` is a directory, or a metrics.jsonl."""
+    """Step -> its numbers, those of the clock and steps left out. `run` is a directory, or a metrics.jsonl."""
     path = Path(run) / "metrics.jsonl" if Path(run).is_dir() else Path(run)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the directory of a run, or its metrics.jsonl")
@@ -111,7 +113,7 @@ def _load(run: str | Path) -> dict[int, dict[str, float]]:
         steps[line["step"]] = {
             key: float(value)
             for key, value in line.items()
-            if key != "step" and not key.startswith(CLOCK) and isinstance(value, int | float)
+            if key != "step" and not key.startswith(CLOCK + STEPPED) and isinstance(value, int | float)
         }
     if not steps:
         raise ValueError(f"{path} has no finished step: nothing to compare")

@@ -83,6 +83,9 @@ class TrainConfig:
     """Type of parameters and activations; log-probs, ratios, advantages and gradient sums are fp32 in any case."""
     timeout_s: float = 1800.0
     """Bound on every collective between trainer ranks, in seconds; must cover the longest rollout."""
+    routing_replay: bool = False
+    """Make updates choose the experts that the pass for log pi_old chose, as GRPO on mixture-of-experts models needs
+    it. There for comparison: GSPO does without. Wants loss.old_log_probs=recompute."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,36 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True)
+class HealthConfig:
+    """Whether a run is about to fail. Every alarm is a metric `health/alarm_<name>`, 0 or 1, with `health/alarms` their
+    number in the step; those that go on or off are printed. An alarm stops nothing."""
+
+    routing: bool = True
+    """Watch the experts that routers choose: `moe/expert_change_*`, `moe/load_imbalance*` and `moe/idle_experts`. The
+    changes need loss.old_log_probs=recompute, whose pass they are measured from."""
+    max_expert_change: float = 0.3
+    """Alarm `expert_change`: moe/expert_change_last above this (share of the choices of the last mini-batch's pass).
+    0 switches it off, as all below."""
+    max_load_imbalance: float = 10.0
+    """Alarm `load_imbalance`: moe/load_imbalance above this (tokens of the busiest expert over the mean)."""
+    min_ess: float = 0.5
+    """Alarm `ess`: gspo/ess below this (effective share of the tokens under their importance weights)."""
+    max_clip_fraction: float = 0.95
+    """Alarm `clip_fraction`: gspo/clip_fraction_sequences above this, so that next to no sequence has a gradient."""
+    max_log_ratio_std: float = 0.3
+    """Alarm `log_ratio`: gspo/log_ratio_std above this, in nats per token (sequences, log s). Long responses stay near
+    1e-3, those of two tokens reach 0.1."""
+    max_token_log_ratio_std: float = 1.0
+    """Alarm `token_log_ratio`: gspo/token_log_ratio_std above this, in nats (tokens, log r)."""
+    max_logprob_gap: float = 0.1
+    """Alarm `logprob_gap`: rollout/logprob_gap_mean above this, in nats per token; rollout.max_logprob_gap stops."""
+    max_zero_std: float = 0.9
+    """Alarm `zero_std`: share of groups with equal rewards above this, so that next to no sample has an advantage."""
+    max_truncated: float = 0.5
+    """Alarm `truncated`: rollout/truncated_fraction above this."""
+
+
+@dataclass(frozen=True)
 class ExportConfig:
     hf_final: bool = True
     """Write the trained policy to run.dir/hf in Hugging Face format at the end."""
@@ -271,6 +304,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

@@ -41,6 +41,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "expert_model_parallel_size": "set parallel.expert",
         "expert_tensor_parallel_size": "set parallel.expert_tensor",
         "sequence_parallel": "set parallel.sequence_parallel",
+        "moe_enable_routing_replay": "set train.routing_replay",
         **dict.fromkeys(
             "bf16 fp16 params_dtype pipeline_dtype enable_autocast autocast_dtype".split(), "set train.dtype"
         ),

@@ -11,7 +11,7 @@ from gspo_megatron.config import Config
 
 FREE = (
     "run.dir", "run.overwrite", "run.allow_changed", "model.hf", "model.megatron", "parallel", "metrics",
-    "export", "checkpoint",
+    "health", "export", "checkpoint",
     "weights", "train.steps", "train.tokens_per_micro_batch", "train.timeout_s",
     "rollout.servers", "rollout.launch", "rollout.concurrency", "rollout.request_timeout_s", "rollout.retries",
     "rollout.save", "rollout.replay", "rollout.max_logprob_gap",

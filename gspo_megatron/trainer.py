@@ -25,6 +25,7 @@ from gspo_megatron.backend.policy import Policy, UpdateResult
 from gspo_megatron.batches import MicroBatch, RolloutArrays, gap_sums, mini_batch_loss, plan_rank
 from gspo_megatron.checkpoints import SavedRun, begin, checkpoints_dir, find_checkpoint, finish
 from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.health import Alarms
 from gspo_megatron.metrics import MetricsWriter, Progress
 from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.resume import as_json
@@ -77,6 +78,7 @@ class Run:
         self._saved: SavedRun | None = None
         loss = LOSSES[config.loss.name][1] if config.loss.name in LOSSES else load_loss(config.loss.name)[1]
         self._loss = make_objective(loss, config)
+        self._alarms = Alarms(config.health)
         self._seconds: dict[str, float] = defaultdict(float)
         self._stack = contextlib.ExitStack()
 
@@ -179,7 +181,8 @@ class Run:
         if self.config.loss.old_log_probs == "rollout":
             flat, self._gap = [m.packed.values["rollout_log_probs"] for m in micro_batches], None
         else:
-            flat = self.policy.log_likelihoods([micro_batch.packed for micro_batch in micro_batches])
+            packed = [micro_batch.packed for micro_batch in micro_batches]
+            flat = self.policy.log_likelihoods(packed, record_routing=True)
             self._gap = self._sum_gap(gap_sums(micro_batches, flat))
             self._check_gap(self._gap)
         if self.config.regularizer.kl:
@@ -224,7 +227,8 @@ class Run:
     def log(
         self, step: int, rollout: RolloutArrays, advantages: GroupAdvantages, updates: list[UpdateResult], seconds: float
     ) -> None:
-        """Write the step's metrics and show its progress, on rank 0."""
+        """Write the step's metrics and show its progress and its alarms, on rank 0."""
+        routing = self.policy.routing_metrics()
         if self.source is None:
             self._seconds.clear()
             return
@@ -233,6 +237,7 @@ class Run:
             **rollout_metrics(rollout, advantages),
             **self.source.metrics,
             **update_metrics(updates),
+            **routing,
             "rollout/logprob_gap_mean": self._gap["gap_sum"] / max(self._gap["gap_count"], 1.0),
             "rollout/logprob_gap_max": self._gap["gap_max"],
             "rollout/weight_version": step,
@@ -241,8 +246,11 @@ class Run:
             "tokens/per_s": int(rollout.lengths.sum()) / seconds,
         }
         self._seconds.clear()
+        metrics |= self._alarms.judge(metrics)
         self._writer.write(step, metrics)
         self._progress.step(step, metrics)
+        for message in self._alarms.news():
+            report(f"step {step + 1}: {message}")
 
     def save_if_due(self, step: int, stop: bool) -> bool:
         """Write a checkpoint after `step` steps where one is due, or a rank was asked to `stop`; True for the latter.
@@ -346,6 +354,7 @@ def rollout_metrics(rollout: RolloutArrays, advantages: GroupAdvantages) -> dict
         "rollout/truncated_fraction": float(rollout.truncated.mean()),
         "rollout/empty_responses": int((rollout.response_lengths == 0).sum()),
         "rollout/zero_std_groups": advantages.num_zero_std_groups,
+        "rollout/zero_std_fraction": advantages.num_zero_std_groups / max(len(np.unique(rollout.groups)), 1),
     }
 
 

@@ -80,6 +80,7 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
     if shape.num_experts:
         grouped = on_gpu and HAVE_TRANSFORMER_ENGINE
         settings |= dict(moe_grouped_gemm=grouped, moe_permute_fusion=grouped)
+        settings["moe_enable_routing_replay"] = config.train.routing_replay
     factor = family_rotary(hf, shape).attention_factor
     if factor != 1.0:  # of queries and of keys; the fused rotary embedding of Transformer Engine knows none
         settings["softmax_scale"] = factor**2 / shape.head_dim**0.5

@@ -3,6 +3,7 @@
 Shape legend: N sequences in a micro-batch, T packed tokens of it, S = T / context-parallel size on this rank.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from gspo_megatron.backend.checkpoint import load_policy, save_policy
 from gspo_megatron.backend.context import ContextParallel
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.model import build_model
+from gspo_megatron.backend.moe_health import RoutingMonitor
 from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
 from gspo_megatron.backend.parameters import global_parameters, place_of_rank, places_of_all_ranks
 from gspo_megatron.backend.reference import ReferenceWeights
@@ -66,6 +68,9 @@ class Policy:
         load_parameters(global_parameters(chunks, self._place), blocks, reader)
         self.chunks = wrap_for_training(chunks, config)
         self.params = global_parameters(self.chunks, self._place)
+        replay, watched = config.train.routing_replay, config.health.routing or config.train.routing_replay
+        num_experts = self.shape.num_experts if watched else 0
+        self._routing = RoutingMonitor(self.chunks, mesh, self.shape.num_layers, num_experts, replay)
         self._reference = ReferenceWeights(self.params) if config.regularizer.kl else None
         self._optimizer, self._scheduler = build_optimizer(self.chunks, config) if train else (None, None)
         self.hf_shapes = hf_shapes(self.family, self.shape)
@@ -74,10 +79,14 @@ class Policy:
         self._bucket_bytes = int(config.weights.bucket_mib * 2**20)
         self._plans: dict[str, ReshardPlan] = {}
 
-    def log_likelihoods(self, micro_batches: Sequence[PackedTokens]) -> list[Tensor]:
+    def log_likelihoods(self, micro_batches: Sequence[PackedTokens], record_routing: bool = False) -> list[Tensor]:
         """Log-probs of all trained tokens, fp32 [T] a micro-batch, nats, 0 elsewhere; whole micro-batches, on all
-        pipeline stages and context-parallel ranks."""
-        with torch.no_grad():
+        pipeline stages and context-parallel ranks.
+
+        `record_routing` keeps the routers' choices, which the updates of the same micro-batches compare with, or replay.
+        """
+        recording = self._routing.recording() if record_routing else contextlib.nullcontext()
+        with torch.no_grad(), recording:
             outputs = self._run(micro_batches, forward_only=True)
         bounds = [batch.cu_seqlens for batch in micro_batches]
         num_tokens = sum(batch.labels.numel() for batch in micro_batches) // self.mesh.context.size
@@ -111,7 +120,8 @@ class Policy:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs = self._run(micro_batches, forward_only=False, loss=loss)
+        with self._routing.updating():
+            outputs = self._run(micro_batches, forward_only=False, loss=loss)
         metrics = self._gather_metrics(outputs)
         _, grad_norm, _ = self._optimizer.step()
         if not torch.isfinite(torch.as_tensor(grad_norm)):
@@ -119,6 +129,10 @@ class Policy:
         learning_rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else 0.0
         self._scheduler.step(1)
         return UpdateResult(metrics, float(grad_norm), float(learning_rate))
+
+    def routing_metrics(self) -> dict[str, float]:
+        """`RoutingMonitor.metrics` of the updates since the last call; empty without experts or `health.routing`."""
+        return self._routing.metrics()
 
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, schedule and generators into the existing, empty `directory`."""
@@ -161,10 +175,12 @@ class Policy:
 
         def forward_step(iterator: Iterator[tuple[int, Shard]], model):
             index, shard = next(iterator)
-            log_probs = model(
-                shard.input_ids, shard.position_ids, None, labels=shard.labels, loss_mask=shard.loss_mask,
-                packed_seq_params=shard.packed_seq_params,
-            )  # fmt: skip
+            original = micro_batches[index] if index < len(micro_batches) else None
+            with self._routing.watch(model, original, padded[index]):
+                log_probs = model(
+                    shard.input_ids, shard.position_ids, None, labels=shard.labels, loss_mask=shard.loss_mask,
+                    packed_seq_params=shard.packed_seq_params,
+                )  # fmt: skip
 
             def finish(log_probs: Tensor, non_loss_data: bool = False):
                 if non_loss_data:
@@ -200,14 +216,14 @@ class Policy:
 
         Megatron exchanges shapes that vary by a batched transfer (`P2PCommunicator._communicate_shapes`), which mixes
         up the two directions where both neighbours are one rank, and blocks where there are as many micro-batches as
-        stages. With one length it exchanges none.
+        stages. With one length it exchanges none. Updates take the length of the pass that recorded their routing.
         """
         if len(self.chunks) == 1:
             return list(micro_batches)
         parallel, group = self.mesh.parallel, self.chunks[0].config.microbatch_group_size_per_vp_stage
         filler = pack([], alignment=parallel.tensor * parallel.context, sequence_multiple=sequence_multiple(parallel))
         padded = [*micro_batches, *[filler] * (-len(micro_batches) % group)]
-        length = max(batch.labels.numel() for batch in padded)
+        length = max(*(batch.labels.numel() for batch in padded), self._routing.recorded_length(micro_batches))
         return [pad_to(batch, length) for batch in padded]
 
     def _gather_metrics(self, outputs: list[dict[str, Tensor]]) -> dict[str, Tensor]:
