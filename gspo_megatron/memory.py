@@ -17,12 +17,15 @@ Not counted: the CUDA context and NCCL buffers (2 to 4 GiB a GPU), the allocator
 uneven routing: tokens are taken as spread evenly over experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gspo_megatron.config import Config, ParallelConfig
 from gspo_megatron.layout import Layout
 from gspo_megatron.model_files import ModelInfo
 from gspo_megatron.topology import pipeline_layers
+from gspo_megatron.weights.families import FAMILIES
+from gspo_megatron.weights.plan import Place, num_elements
 
 GIB = 2**30
 LOGITS_CHUNK_TOKENS = 512
@@ -66,24 +69,29 @@ def count_parameters(
     tensor: int = 1,
     expert: int = 1,
     expert_tensor: int = 1,
-    layers: int | None = None,
+    layers: Sequence[int] | None = None,
     embedding: bool = True,
     output: bool = True,
 ) -> Parameters:
-    """Parameters of a rank that holds `layers` layers (default all), with the embedding and the output layer or not."""
+    """Parameters of a rank that holds these layers (from 0 on; default all), with the embedding and the output layer or
+    not."""
     shape = model.shape
-    layers = shape.num_layers if layers is None else layers
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention = shape.hidden * (query + 2 * key) // tensor + query * shape.hidden // tensor
-    norms = 2 * shape.hidden + 2 * shape.head_dim
-    router = shape.hidden * shape.num_experts
-    feed_forward = 0 if shape.num_experts else 3 * shape.hidden * shape.ffn // tensor
-    experts = shape.num_experts // expert * 3 * shape.hidden * shape.moe_ffn // expert_tensor
-    table = shape.padded_vocab(tensor) * shape.hidden // tensor
-    dense = layers * (attention + norms + router + feed_forward)
-    dense += table * embedding
-    dense += (table * (not shape.tied_embeddings or not embedding) + shape.hidden) * output
-    return Parameters(dense=dense, experts=layers * experts)
+    place = Place(
+        rank=0,
+        tensor_rank=0,
+        tensor_size=tensor,
+        expert_tensor_rank=0,
+        expert_tensor_size=expert_tensor,
+        layers=tuple(range(shape.num_layers) if layers is None else layers),
+        experts=tuple(range(shape.num_experts // expert)),
+        has_embedding=embedding,
+        has_output=output,
+        dense_replica=0,
+        expert_replica=0,
+        mtp_layers=tuple(range(shape.mtp_layers if output else 0)),
+    )
+    dense, experts = num_elements(FAMILIES[model.architecture], shape, place)
+    return Parameters(dense=dense, experts=experts)
 
 
 def layer_activation_bytes(config: Config, model: ModelInfo, tokens: int) -> float:
@@ -104,6 +112,7 @@ def layer_activation_bytes(config: Config, model: ModelInfo, tokens: int) -> flo
     router = rows * shape.num_experts * 4 * 3  # scores, probabilities and the map of the chosen
     exchanged = 3 * chosen * shape.hidden * size
     inner = 3 * chosen * shape.moe_ffn * size  # both halves of the gate, and their product
+    inner += tokens * 3 * shape.shared_ffn / tensor * size
     return norms + attention + softmax_sums + router + exchanged + inner
 
 
@@ -133,10 +142,22 @@ def _activation_bytes(config: Config, model: ModelInfo, layers: int, in_flight: 
     return in_flight * -(-layers // block) * boundary + block * one
 
 
+def _layers_of_stage(config: Config, model: ModelInfo, stage: int) -> list[int]:
+    """Numbers of its layers: a token meets the first chunk of all stages, then the second of all, and so on."""
+    sizes = pipeline_layers(config.parallel, config.megatron.transformer, model.shape.num_layers)
+    first, found = 0, []
+    for chunk in range(config.parallel.virtual_pipeline):
+        for number, chunks in enumerate(sizes):
+            if number == stage:
+                found += range(first, first + chunks[chunk])
+            first += chunks[chunk]
+    return found
+
+
 def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -> Memory:
     """Memory of a rank of pipeline stage `stage` (from 0 on)."""
     first, last = stage == 0, stage == layout.pipeline - 1
-    layers = sum(pipeline_layers(config.parallel, config.megatron.transformer, model.shape.num_layers)[stage])
+    layers = _layers_of_stage(config, model, stage)
     parameters = count_parameters(
         model, layout.tensor, layout.expert, layout.expert_tensor, layers, embedding=first, output=last
     )
@@ -154,7 +175,7 @@ def stage_memory(config: Config, model: ModelInfo, layout: Layout, stage: int) -
         weights=size * parameters.total,
         gradients=4 * parameters.total,
         optimizer=optimizer,
-        activations=_activation_bytes(config, model, layers, _micro_batches_in_flight(config.parallel, stage)),
+        activations=_activation_bytes(config, model, len(layers), _micro_batches_in_flight(config.parallel, stage)),
         logits=logits if last else 0,
         weight_sync=0 if config.rollout.replay else 2 * min(config.weights.bucket_mib * 2**20, whole),
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from gspo_megatron.config import Config, ParallelConfig
 from gspo_megatron.layout import layout_of, world_step
 from gspo_megatron.model_files import ModelInfo
+from gspo_megatron.weights.families import FAMILIES
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -119,13 +120,13 @@ def _tensor_divisors(model: ModelInfo) -> list[int]:
     ranks must be a multiple of those heads (transformer/attention.py, get_query_key_value_tensors).
     """
     shape = model.shape
-    width = shape.ffn if not shape.num_experts else shape.hidden
+    widths = [shape.shared_ffn, shape.ffn if not shape.num_experts or shape.dense_layers else 0]
     return [
         size
         for size in divisors(shape.num_heads)
         if (shape.num_kv_heads % size == 0 or size % shape.num_kv_heads == 0)
         and shape.hidden % size == 0
-        and width % size == 0
+        and all(width % size == 0 for width in widths)
     ]
 
 
@@ -142,6 +143,11 @@ def model_faults(config: Config, model: ModelInfo) -> Iterable[str]:
     if shape.num_experts:
         axes.append((parallel.expert, divisors(shape.num_experts), "expert"))
         axes.append((parallel.expert_tensor, divisors(shape.moe_ffn), "expert_tensor"))
+        if parallel.expert_tensor > 1 and FAMILIES[model.architecture].has_expert_biases:
+            yield (
+                f"parallel.expert_tensor: {parallel.expert_tensor} is refused, {model.architecture}'s experts have biases, "
+                "which Megatron adds once a rank; use 1"
+            )
         if parallel.tensor > 1 and not parallel.sequence_parallel:
             yield (
                 f"parallel.sequence_parallel: false is refused with parallel.tensor {parallel.tensor}: Megatron trains "

@@ -6,7 +6,8 @@ Every rank computes the plan of all ranks by itself: no message is needed to agr
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeVar
 
 from gspo_megatron.weights.families import Family, Row
@@ -108,6 +109,17 @@ def tensor_faults(found: Mapping[str, tuple[int, ...]], family: Family, shape: M
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def num_elements(family: Family, shape: ModelShape, place: Place) -> tuple[int, int]:
+    """Elements of the dense parameters and of the experts on a rank, padding of the vocabulary included."""
+    counts = {False: 0, True: 0}
+    one_expert = replace(place, experts=place.experts[:1])  # all of a layer have one size
+    for row, _, composition in _parameters(family, shape, one_expert):
+        size = sum(segment.length for part in composition.parts for segment in part) * prod(composition.other)
+        cut = 1 if composition.axis is None else _cut(place, row.is_expert)[1]
+        counts[row.is_expert] += size // cut * (len(place.experts) if row.is_expert else 1)
+    return counts[False], counts[True]
 
 
 def blocks_of(family: Family, shape: ModelShape, place: Place) -> dict[str, list[Block]]:

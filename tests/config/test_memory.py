@@ -46,7 +46,7 @@ def test_shards_add_up_to_the_model(tmp_path):
     """Over tensor, pipeline and expert ranks; norms and routers are on every tensor rank, and counted once each."""
     model = info(tmp_path, QWEN3_30B_A3B)
     whole = count_parameters(model)
-    stages = [count_parameters(model, 4, 8, 1, 24, embedding=stage == 0, output=stage == 1) for stage in (0, 1)]
+    stages = [count_parameters(model, 4, 8, 1, range(24), embedding=stage == 0, output=stage == 1) for stage in (0, 1)]
     replicated = 48 * (2 * 2048 + 2 * 128 + 2048 * 128) + 2048
     assert sum(stage.dense for stage in stages) * 4 - 3 * replicated == whole.dense
     assert sum(stage.experts for stage in stages) * 8 == whole.experts

@@ -89,6 +89,10 @@ class Family:
     def is_moe(self) -> bool:
         return any(row.is_expert for row in self.rows)
 
+    @property
+    def has_expert_biases(self) -> bool:
+        return any(row.is_expert and row.megatron.endswith(".bias") for row in self.rows)
+
 
 def on_moe_layers(shape: ModelShape, layer: int | None) -> bool:
     return shape.is_moe(layer)
