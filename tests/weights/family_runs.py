@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 
 from gspo_megatron.algorithm.losses import gspo
-from gspo_megatron.algorithm.packing import PackedTokens, pack
+from gspo_megatron.algorithm.packing import PackedTokens, pack, sequence_multiple
 from gspo_megatron.backend.log_likelihood import LogProbHead
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy
@@ -95,3 +95,17 @@ def gspo_update(policy: Policy, batches: list[PackedTokens]) -> float:
         first += batch.num_sequences
     loss = mini_batch_loss(gspo, GSPOConfig(), micro_batches, old, policy.mesh.describe())
     return policy.update(batches, loss).grad_norm
+
+
+def response_log_probs(layout: dict, directories: list[str]) -> list[list]:
+    """For every checkpoint the log-probs of each response, numpy, on every rank."""
+    mesh, results = open_mesh(layout), []
+    multiple = sequence_multiple(mesh.parallel)
+    alignment = mesh.parallel.tensor * mesh.parallel.context
+    for directory in directories:
+        policy = Policy(make_config(directory, mesh.parallel), mesh, train=False)
+        batches = [pack(batch, alignment=alignment, sequence_multiple=multiple) for batch in sequences(VOCABULARY)]
+        found = zip(batches, policy.log_likelihoods(batches), strict=True)
+        results.append([response.numpy() for batch, values in found for response in batch.split(values)])
+    mesh.close()
+    return results

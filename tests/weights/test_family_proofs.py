@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from family_runs import VOCABULARY, prove
+from family_runs import VOCABULARY, prove, response_log_probs
 from safetensors.torch import load_file
 
 from make_tiny_model import make_tiny_model
@@ -106,19 +106,54 @@ def test_a_checkpoint_brings_all_of_it_back(case):
         np.testing.assert_array_equal(first["loaded"][name], tensor, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "world, layout",
+    [
+        (4, {"context": 2, "expert": 2, "tensor": 2}),
+        (2, {"pipeline": 2, "virtual_pipeline": 2}),
+        (4, {"tensor": 4, "expert": 4}),
+    ],
+    ids=str,
+)
+def test_other_layouts_give_the_same_log_probs(checkpoints, world, layout):
+    """Those with most that is their own: sliding windows and sinks cut over context ranks, dense first layers on virtual
+    stages, more tensor ranks than key-value heads."""
+    families = ("gpt_oss", "glm4_moe")
+    ranks = run_ranks(response_log_probs, world, layout, [str(checkpoints[family]) for family in families])
+    for index, family in enumerate(families):
+        model = load(checkpoints[family])
+        pairs = [pair for batch in sequences(VOCABULARY) for pair in batch]
+        for results in ranks:
+            for (prompt, response), found in zip(pairs, results[index], strict=True):
+                expected = log_probs(model, prompt, response).detach().numpy()
+                np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+
+
+def test_bf16_keeps_a_routers_bias_in_fp32(checkpoints, tmp_path):
+    first = run_ranks(prove, 2, {"expert": 2}, [str(checkpoints["glm4_moe"])], str(tmp_path), "bf16")[0][0]
+    tensors = load_file(checkpoints["glm4_moe"] / "model.safetensors")
+    kept = {name for name in tensors if name.endswith("e_score_correction_bias")}
+    assert len(kept) == 3
+    for name, tensor in tensors.items():
+        assert first["dtypes"][name] == first["specs"][name] == ("torch.float32" if name in kept else "torch.bfloat16")
+        expected = tensor if name in kept else tensor.bfloat16().float()
+        np.testing.assert_array_equal(first["exported"][name], expected.numpy(), err_msg=name)
+        if name in kept:  # after forward passes, two updates and a checkpoint
+            np.testing.assert_array_equal(first["loaded"][name], tensor.numpy(), err_msg=name)
+            assert (tensor.bfloat16().float() != tensor).any()
+
+
 def load(directory: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def reference_gradients(directory: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """Of the mean over sequences of summed log-probs, with its sign turned as an optimizer sees it, by file names:
-    transformers itself saves them as it saves weights."""
+    """Of the mean over sequences of summed log-probs, by file names: transformers itself saves them as it saves
+    weights."""
     model, total, count = load(directory), 0.0, 0
     for batch in sequences(VOCABULARY):
         for prompt, response in batch:
-            tokens = torch.tensor([[*prompt, *response]])
-            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
-            total = total + torch.log_softmax(logits, dim=-1).gather(1, tokens[0, len(prompt) :, None]).sum()
+            total = total + log_probs(model, prompt, response).sum()
             count += 1
     (total / count).backward()
     with torch.no_grad():
@@ -126,3 +161,10 @@ def reference_gradients(directory: Path, scratch: Path) -> dict[str, torch.Tenso
             param.copy_(torch.zeros_like(param) if param.grad is None else param.grad)
     model.save_pretrained(scratch)
     return load_file(scratch / "model.safetensors")
+
+
+def log_probs(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """[R] nats, with gradient."""
+    tokens = torch.tensor([[*prompt, *response]])
+    logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, dim=-1).gather(1, tokens[0, len(prompt) :, None])[:, 0]
