@@ -8,7 +8,7 @@ import pytest
 from naive_layouts import TINY, numbered, places, qkv_of_megatron, shard_from_blocks
 
 from gspo_megatron.weights.families import FAMILIES, canonical_name
-from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes, owned_blocks
+from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes, owned_blocks, tensor_faults
 from gspo_megatron.weights.rules import whole_segments
 
 L, M = "model.layers.1", "decoder.layers.1"
@@ -142,6 +142,31 @@ def published(param: str, sources: list[np.ndarray]) -> list[np.ndarray]:
     if "linear_fc2" in param:
         return [stacked[3].T]
     return [stacked[3][..., 0::2].T, stacked[3][..., 1::2].T]
+
+
+@pytest.mark.parametrize("architecture", sorted(TABLES))
+def test_missing_unknown_and_misshapen_tensors_are_named(architecture):
+    family = FAMILIES[architecture]
+    files = dict(hf_shapes(family, SHAPE))
+    assert tensor_faults(files | {"model.layers.0.self_attn.rotary_emb.inv_freq": (2,)}, family, SHAPE) == []
+    last = list(files)[-1]
+    faults = tensor_faults(
+        {name: size for name, size in files.items() if name != last}
+        | {"model.layers.0.mlp.nobody.weight": (1,), "model.norm.weight": (3,)},
+        family,
+        SHAPE,
+    )
+    for name, fault in zip((last, "model.layers.0.mlp.nobody.weight", "model.norm.weight is [3]"), faults, strict=True):
+        assert name in fault
+
+
+def test_layers_behind_the_last_are_dropped():
+    """GLM-4.5's multi-token-prediction layer."""
+    family, shape = FAMILIES["Glm4MoeForCausalLM"], replace(SHAPE, mtp_layers_in_files=1)
+    files = dict(hf_shapes(family, shape)) | {"model.layers.3.eh_proj.weight": (8, 16)}
+    assert tensor_faults(files, family, shape) == []
+    (fault,) = tensor_faults(files | {"model.layers.4.eh_proj.weight": (8, 16)}, family, shape)
+    assert "model.layers.4.eh_proj.weight" in fault
 
 
 def filled(blocks, hf) -> np.ndarray:
