@@ -23,7 +23,7 @@ class Rotary(NamedTuple):
 
 
 def rotary(hf: dict[str, Any], head_dim: int, default_theta: float = 10000.0, default_fraction: float = 1.0) -> Rotary:
-    """From where older and newer config.json files keep it. Raises ConfigError for another kind, or a missing number."""
+    """From where older and newer config.json files keep it. Raises ConfigError for other kinds and missing numbers."""
     settings = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind not in _KINDS:

@@ -1,4 +1,4 @@
-"""What trainer ranks run in test_family_proofs.py: a family's checkpoint in, logits, gradients, weights and updates out."""
+"""What trainer ranks run in test_family_proofs.py: a checkpoint in, logits, gradients, weights and updates out."""
 
 from pathlib import Path
 

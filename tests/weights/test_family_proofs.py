@@ -116,7 +116,7 @@ def test_a_checkpoint_brings_all_of_it_back(case):
     ids=str,
 )
 def test_other_layouts_give_the_same_log_probs(checkpoints, world, layout):
-    """Those with most that is their own: sliding windows and sinks cut over context ranks, dense first layers on virtual
+    """Families with most of their own: sliding windows and sinks cut over context ranks, dense first layers on virtual
     stages, more tensor ranks than key-value heads."""
     families = ("gpt_oss", "glm4_moe")
     ranks = run_ranks(response_log_probs, world, layout, [str(checkpoints[family]) for family in families])

@@ -2,8 +2,8 @@
 fp32, rotary embedding on a part of each head. The multi-token-prediction layer is dropped."""
 
 from gspo_megatron.weights.families.table import (
-    DECODER, DENSE_LAYERS, EXPERTS, QK_NORMS, QKV_BIAS, ROUTER, Family, L, M, Row, experts, mlp, on_moe_layers, shared_ffn,
-    sigmoid_router_faults,
+    DECODER, DENSE_LAYERS, EXPERTS, QK_NORMS, QKV_BIAS, ROUTER, Family, L, M, Row, experts, mlp, on_moe_layers,
+    shared_ffn, sigmoid_router_faults,
 )  # fmt: skip
 from gspo_megatron.weights.rules import vector
 

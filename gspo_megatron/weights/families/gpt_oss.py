@@ -1,5 +1,5 @@
-"""gpt-oss, unquantised: biases everywhere, a learned sink a head, sliding windows on every other layer, and the experts of
-a layer stacked in one tensor [experts, in, out], gate and up projection taking turns column by column."""
+"""gpt-oss, unquantised: biases everywhere, a learned sink a head, sliding windows on every other layer, and the experts
+of a layer stacked in one tensor [experts, in, out], gate and up projection taking turns column by column."""
 
 from typing import Any
 

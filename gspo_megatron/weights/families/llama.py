@@ -1,4 +1,4 @@
-"""Llama 3, 3.1, 3.2 and 3.3 (text): a plain decoder, from 3.1 on with rotary frequencies stretched for long contexts."""
+"""Llama 3 to 3.3 (text): a plain decoder, from 3.1 on with rotary frequencies stretched for long contexts."""
 
 from gspo_megatron.weights.families.table import DECODER, DENSE_MLP, Family
 

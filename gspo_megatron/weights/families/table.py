@@ -1,11 +1,12 @@
 """What a family's table is made of: rows, sizes, and the rows that most families share.
 
 A row is `HF name(s), Megatron name, rule` and serves both directions. In names stand
-  `{L}`  the layer, from 0 on; in an HF name of a multi-token-prediction row, the layer behind the last that it is stored as
+  `{L}`  the layer, from 0 on; in an HF name of a multi-token-prediction row, the layer behind the last as which it is
+         stored
   `{M}`  the multi-token-prediction layer, from 0 on (Megatron names only)
-  `{E}`  the expert, from 0 on; an HF name that ends in `[{E}]` is that expert's slice of a tensor that holds all of them.
-Megatron names are those of the local layer spec, counted over the whole model; `names.canonical_name` brings Transformer
-Engine's names to them.
+  `{E}`  the expert, from 0 on; an HF name that ends in `[{E}]` is that expert's slice of a tensor with all of them
+Megatron names are those of the local layer spec, counted over the whole model; `names.canonical_name` brings
+Transformer Engine's names to them.
 """
 
 import re
@@ -62,7 +63,7 @@ ENGINE_QKV = (r"\.self_attn\.[qkv]_proj\.", ".self_attn.qkv_proj.")
 @dataclass(frozen=True)
 class Family:
     """One architecture. `models` names settings of config.json that this family computes and others refuse (see
-    `model_files.py`); `engine_fusions` is what SGLang joins into one parameter, as (pattern, replacement) on HF names."""
+    `model_files.py`); `engine_fusions` is what SGLang joins into one parameter, (pattern, replacement) on HF names."""
 
     architecture: str
     rows: tuple[Row, ...]
