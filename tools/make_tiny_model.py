@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from gspo_megatron.config import ConfigError
@@ -64,8 +65,24 @@ def make_tiny_model(family: str, out: str | Path, seed: int = 1, overrides: Mapp
     model.save_pretrained(out)
     (out / "model.safetensors").chmod((out / "config.json").stat().st_mode)
     tokenizer.save_pretrained(out)
-    _publish_spelling(out / "config.json", FAMILIES[family].spelling)
+    _publish_spelling(out / "config.json", FAMILIES[family].spelling, FAMILIES[family].published)
+    for layer in range(getattr(config, "num_nextn_predict_layers", 0)):
+        _add_prediction_layer(out / "model.safetensors", config.num_hidden_layers, layer, seed)
     return out
+
+
+def _add_prediction_layer(path: Path, num_layers: int, layer: int, seed: int) -> None:
+    """A random multi-token-prediction layer by the published names, which transformers' models don't have."""
+    tensors, source, target = load_file(path), f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers + layer}."
+    generator = torch.Generator().manual_seed(seed + layer + 1)
+    hidden, names = tensors["model.norm.weight"].numel(), [name for name in tensors if name.startswith(source)]
+    added = {target + name.removeprefix(source): tensors[name].shape for name in names}
+    added |= {f"{target}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    added[f"{target}eh_proj.weight"] = (hidden, 2 * hidden)
+    tensors |= {name: torch.randn(shape, generator=generator) / hidden**0.5 for name, shape in added.items()}
+    tensors[f"{target}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{target}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def make_config(family: str, overrides: dict[str, Any], tokenizer) -> transformers.PretrainedConfig:
@@ -132,7 +149,7 @@ def training_texts(problems_per_task: int = 100) -> Iterator[str]:
             yield f"user\n{problem['question']}\nassistant\n{problem['answer']}"
 
 
-def _publish_spelling(path: Path, spelling: Mapping[str, str]) -> None:
+def _publish_spelling(path: Path, spelling: Mapping[str, str], published: Mapping[str, Any]) -> None:
     """Rename what transformers 5 calls otherwise than the published checkpoints (which it reads as well)."""
     config = json.loads(path.read_text())
     config = {spelling.get(name, name): value for name, value in config.items()}
@@ -141,6 +158,7 @@ def _publish_spelling(path: Path, spelling: Mapping[str, str]) -> None:
         config[name] = rope.pop(name)
     if rope.get("rope_type", "default") != "default":
         config["rope_scaling"] = rope
+    config = {name: value for name, value in (config | published).items() if value is not None or name not in published}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

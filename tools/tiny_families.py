@@ -13,6 +13,8 @@ class TinyFamily:
     """Fields of config.json."""
     spelling: dict[str, str] = field(default_factory=dict)
     """transformers 5's name of a field -> that of the published checkpoints, which it reads as well."""
+    published: dict[str, Any] = field(default_factory=dict)
+    """What the published config.json files have besides; SGLang reads some of it. A value of None takes a field away."""
 
 
 _DENSE = {
@@ -42,6 +44,30 @@ _YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 128,
 }  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+_LATENT_YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+    "mscale_all_dim": 0.707, "original_max_position_embeddings": 128,
+}  # fmt: skip
+_KIMI_YARN = _LATENT_YARN | {"rope_theta": 50000.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_LATENT_SPELLING = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+_DERIVED = {"head_dim": None, "qk_head_dim": None, "moe_layer_freq": 1}
+_NOAUX = _DERIVED | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 FAMILIES = {
     "qwen2": TinyFamily("Qwen2Config", "Qwen2ForCausalLM", _DENSE),
@@ -92,6 +118,29 @@ FAMILIES = {
             "sliding_window": 5,
             "rope_parameters": _YARN,
         },
+    ),
+    "deepseek_v2": TinyFamily(
+        "DeepseekV2Config",
+        "DeepseekV2ForCausalLM",
+        _DENSE | _LATENT | {"topk_method": "group_limited_greedy", "rope_parameters": _LATENT_YARN},
+        _LATENT_SPELLING,
+        _DERIVED | {"scoring_func": "softmax"},
+    ),
+    "deepseek_v3": TinyFamily(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        _DENSE | _LATENT | {"num_nextn_predict_layers": 0, "rope_parameters": _LATENT_YARN},
+        _LATENT_SPELLING,
+        _NOAUX,
+    ),
+    "kimi_k2": TinyFamily(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        _DENSE
+        | _LATENT
+        | {"num_nextn_predict_layers": 0, "n_group": 1, "topk_group": 1, "rope_parameters": _KIMI_YARN},
+        _LATENT_SPELLING,
+        _NOAUX | {"model_type": "kimi_k2"},
     ),
 }
 """Name for --family -> family."""

@@ -104,6 +104,7 @@ def _redirect_factories() -> None:
         def on_cpu(*args, **kwargs):
             if str(kwargs.get("device") or "").startswith("cuda"):
                 kwargs["device"] = torch.device("cpu")
+            kwargs.pop("pin_memory", None)  # there is no pinned memory without a GPU
             return factory(*args, **kwargs)
 
         return on_cpu

@@ -99,6 +99,55 @@ def _gpt_oss(hf: HF, shape: ModelShape) -> dict[str, Any]:
     )
 
 
+def _latent_attention(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    """Fields of MLATransformerConfig. Megatron takes the rotary part of queries and keys as pairs, as DeepSeek does."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    settings = dict(
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        q_lora_rank=shape.q_lora or None,
+        kv_lora_rank=shape.kv_lora,
+        qk_head_dim=shape.qk_nope,
+        qk_pos_emb_head_dim=shape.qk_rope,
+        v_head_dim=shape.v_head,
+        rotary_base=rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        apply_rope_fusion=False,  # Transformer Engine's is for yarn only
+        softmax_scale=None,  # from the sizes and mscale_all_dim
+    )
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        # the scale of scores is taken from these under either kind of rotary embedding
+        return settings | dict(rope_type="rope", rotary_scaling_factor=1.0, mscale=1.0, mscale_all_dim=0.0)
+    both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
+    return settings | dict(
+        rope_type="yarn",
+        rotary_scaling_factor=rope["factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+        beta_fast=rope.get("beta_fast") or 32,
+        beta_slow=rope.get("beta_slow") or 1,
+        mscale=rope["mscale"] if both else 1.0,
+        mscale_all_dim=rope["mscale_all_dim"] if both else 0.0,
+    )
+
+
+def _deepseek(hf: HF, shape: ModelShape, router: dict[str, Any]) -> dict[str, Any]:
+    shared = dict(moe_shared_expert_intermediate_size=shape.shared_ffn or None)
+    return _latent_attention(hf, shape) | shared | experts(hf, shape, **router)
+
+
+def _deepseek_v2(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    limited = hf.get("topk_method") == "group_limited_greedy"
+    router = softmax_router(hf, normalised=False) | dict(
+        moe_router_topk_scaling_factor=hf.get("routed_scaling_factor"),
+        moe_router_num_groups=hf["n_group"] if limited else None,
+        moe_router_group_topk=hf["topk_group"] if limited else None,
+    )
+    return _deepseek(hf, shape, router)
+
+
+def _deepseek_v3(hf: HF, shape: ModelShape) -> dict[str, Any]:
+    return _deepseek(hf, shape, sigmoid_router(hf))
+
+
 _SETTINGS: dict[str, Callable[[HF, ModelShape], dict[str, Any]]] = {
     "Qwen2ForCausalLM": _qwen2,
     "Qwen2MoeForCausalLM": _qwen2_moe,
@@ -108,6 +157,8 @@ _SETTINGS: dict[str, Callable[[HF, ModelShape], dict[str, Any]]] = {
     "MixtralForCausalLM": _mixtral,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
 }
 _ROTARY_DEFAULTS = {
     "MixtralForCausalLM": dict(default_theta=1e6),
@@ -119,7 +170,7 @@ _ROTARY_DEFAULTS = {
 
 def family_rotary(hf: HF, shape: ModelShape) -> Rotary:
     """The rotary embedding of the family of `hf`. Raises ConfigError for one that is not supported."""
-    return rotary(hf, shape.head_dim, **_ROTARY_DEFAULTS.get(hf["architectures"][0], {}))
+    return rotary(hf, shape.qk_rope or shape.head_dim, **_ROTARY_DEFAULTS.get(hf["architectures"][0], {}))
 
 
 def family_settings(hf: HF, shape: ModelShape) -> dict[str, Any]:

@@ -13,14 +13,16 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from gspo_megatron.backend.attention import PackedAttention, RMSNorm
 from gspo_megatron.backend.family_settings import family_rotary, family_settings
+from gspo_megatron.backend.latent_attention import latent_attention_spec
 from gspo_megatron.backend.log_likelihood import LogProbHead
 from gspo_megatron.backend.mesh import Mesh
+from gspo_megatron.backend.router import BestOfGroupRouter, set_router
 from gspo_megatron.config import Config
 from gspo_megatron.weights.hf_files import torch_dtype
 from gspo_megatron.weights.rules import ModelShape
@@ -85,7 +87,8 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
     if factor != 1.0:  # of queries and of keys; the fused rotary embedding of Transformer Engine knows none
         settings["softmax_scale"] = factor**2 / shape.head_dim**0.5
     settings |= family_settings(hf, shape)
-    return TransformerConfig(**{**settings, **config.megatron.transformer})
+    kind = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return kind(**{**settings, **config.megatron.transformer})
 
 
 def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleSpec:
@@ -94,14 +97,26 @@ def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleS
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm if is_moe else False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     if on_gpu and HAVE_TRANSFORMER_ENGINE:
-        return get_gpt_layer_with_transformer_engine_spec(**arguments)
-    spec = get_gpt_layer_local_spec(**arguments, normalization=config.normalization)
+        spec = get_gpt_layer_with_transformer_engine_spec(**arguments)
+    else:
+        spec = _with_our_modules(get_gpt_layer_local_spec(**arguments, normalization=config.normalization), config)
+    if is_moe and config.moe_router_group_topk and config.moe_router_score_function == "softmax":
+        set_router(spec, BestOfGroupRouter)
+    return spec
+
+
+def _with_our_modules(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """The local layer spec with attention and norms that know packed sequences, context and sequence parallelism."""
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.multi_latent_attention:
+        spec.submodules.self_attention = latent_attention_spec()
+    else:
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     return spec
 
@@ -177,5 +192,6 @@ def _build_chunk(
         temperature=config.rollout.temperature,
         with_entropy=config.regularizer.entropy != 0,
     )
-    model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(mesh.device)
+    if not megatron.multi_latent_attention:  # whose layers have their own
+        model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(mesh.device)
     return model.to(mesh.device)

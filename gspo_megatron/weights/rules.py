@@ -35,6 +35,15 @@ class ModelShape:
     """The query, key and value projections have biases, where the family leaves the choice to config.json."""
     qk_norm: bool = False
     """Norms on query and key heads, where the family leaves the choice to config.json."""
+    q_lora: int = 0
+    """Multi-latent attention: width of the queries' latent, 0 where they are projected at once."""
+    kv_lora: int = 0
+    """Width of the keys' and values' latent, 0 without multi-latent attention."""
+    qk_nope: int = 0
+    """A query's and key's part without rotary embedding."""
+    qk_rope: int = 0
+    """And with; the key's is shared by all heads."""
+    v_head: int = 0
     mtp_layers: int = 0
     """Multi-token-prediction layers that are kept."""
     mtp_layers_in_files: int = 0
@@ -62,6 +71,11 @@ class ModelShape:
             shared_ffn=config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * moe_ffn,
             attention_bias=bool(config.get("attention_bias")),
             qk_norm=bool(config.get("use_qk_norm")),
+            q_lora=config.get("q_lora_rank") or 0,
+            kv_lora=config.get("kv_lora_rank") or 0,
+            qk_nope=config.get("qk_nope_head_dim") or 0,
+            qk_rope=config.get("qk_rope_head_dim") or 0,
+            v_head=config.get("v_head_dim") or 0,
             mtp_layers_in_files=config.get("num_nextn_predict_layers") or 0,
         )
 
@@ -220,6 +234,11 @@ def vector(length: Callable[[ModelShape], int]) -> Rule:
 def replicated(rows: Callable[[ModelShape], int], columns: Callable[[ModelShape], int]) -> Rule:
     """A matrix that every tensor rank holds whole, say the router's."""
     return lambda hf, shape, tensor: Composition(None, ((Segment(hf[0], 0, rows(shape)),),), (columns(shape),))
+
+
+def column_parallel(rows: Callable[[ModelShape], int], columns: Callable[[ModelShape], int]) -> Rule:
+    """A matrix cut along its output dimension."""
+    return lambda hf, shape, tensor: Composition(0, ((Segment(hf[0], 0, rows(shape)),),), (columns(shape),))
 
 
 def row_parallel(rows: Callable[[ModelShape], int], columns: Callable[[ModelShape], int]) -> Rule:

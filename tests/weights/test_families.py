@@ -61,6 +61,14 @@ GPT_OSS = {
     f"{E}.linear_fc2.bias": [f"{L}.mlp.experts.down_proj_bias"],
 }
 BIAS = {f"{M}.mlp.router.expert_bias": [f"{L}.mlp.gate.e_score_correction_bias"]}
+LATENT = {name: hf for name, hf in COMMON.items() if "linear_qkv" not in name} | {
+    f"{MA}.linear_q_down_proj.weight": [f"{A}.q_a_proj.weight"],
+    f"{MA}.q_layernorm.weight": [f"{A}.q_a_layernorm.weight"],
+    f"{MA}.linear_q_up_proj.weight": [f"{A}.q_b_proj.weight"],
+    f"{MA}.linear_kv_down_proj.weight": [f"{A}.kv_a_proj_with_mqa.weight"],
+    f"{MA}.kv_layernorm.weight": [f"{A}.kv_a_layernorm.weight"],
+    f"{MA}.linear_kv_up_proj.weight": [f"{A}.kv_b_proj.weight"],
+}
 TABLES = {
     "Qwen2ForCausalLM": COMMON | QKV_BIAS | DENSE,
     "Qwen2MoeForCausalLM": COMMON | QKV_BIAS | MOE | GATED_SHARED,
@@ -70,10 +78,13 @@ TABLES = {
     "MixtralForCausalLM": COMMON | MIXTRAL,
     "Glm4MoeForCausalLM": COMMON | QKV_BIAS | QK_NORMS | MOE | BIAS | SHARED,
     "GptOssForCausalLM": COMMON | QKV_BIAS | GPT_OSS,
+    "DeepseekV2ForCausalLM": LATENT | MOE | SHARED,
+    "DeepseekV3ForCausalLM": LATENT | MOE | SHARED | BIAS,
 }
 """Architecture -> Megatron name -> HF names, for layer 1 and expert 3."""
-ON_DENSE_LAYERS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
-SHAPE = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True)
+ON_DENSE_LAYERS = ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM", "DeepseekV3ForCausalLM")
+LATENT_SIZES = dict(q_lora=6, kv_lora=10, qk_nope=4, qk_rope=2, v_head=6)
+SHAPE = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True, **LATENT_SIZES)
 
 
 def names_of(family, shape=SHAPE) -> dict[str, list[str]]:
@@ -101,6 +112,13 @@ def test_a_layer_without_experts_has_a_dense_mlp(architecture):
 def test_what_config_json_may_leave_out():
     names = names_of(FAMILIES["Glm4MoeForCausalLM"], replace(SHAPE, attention_bias=False, qk_norm=False))
     assert names == {name: hf for name, hf in TABLES["Glm4MoeForCausalLM"].items() if name not in QKV_BIAS | QK_NORMS}
+
+
+def test_queries_without_a_latent_are_projected_at_once():
+    names = names_of(FAMILIES["DeepseekV2ForCausalLM"], replace(SHAPE, q_lora=0))
+    latent = {name for name in LATENT if "linear_q_" in name or "q_layernorm" in name}
+    expected = {name: hf for name, hf in TABLES["DeepseekV2ForCausalLM"].items() if name not in latent}
+    assert names == expected | {f"{MA}.linear_q_proj.weight": [f"{A}.q_proj.weight"]}
 
 
 def test_a_routers_selection_bias_stays_fp32():
@@ -180,6 +198,8 @@ def expected_shard(param: str, sources: list[np.ndarray], rank: int, size: int) 
     if "linear_qkv" in param:
         whole = qkv_of_megatron(*(source.reshape(len(source), -1) for source in sources), SHAPE)
         return np.split(whole, size)[rank].reshape(-1, *sources[0].shape[1:])
+    if "_up_proj" in param:
+        return np.split(sources[0], size)[rank]
     if "linear_fc1" in param:
         return np.concatenate([np.split(source, size)[rank] for source in sources])
     if "linear_fc2.weight" in param or "linear_proj.weight" in param:
@@ -249,6 +269,17 @@ def test_engine_names_of_all_tensors(architecture, num_parameters):
             },
         ),
         (
+            "DeepseekV3ForCausalLM",
+            {
+                f"{A}.q_a_proj.weight": f"{A}.fused_qkv_a_proj_with_mqa.weight",
+                f"{A}.kv_a_proj_with_mqa.weight": f"{A}.fused_qkv_a_proj_with_mqa.weight",
+                f"{A}.kv_b_proj.weight": f"{A}.kv_b_proj.weight",
+                f"{L}.mlp.shared_experts.gate_proj.weight": f"{L}.mlp.shared_experts.gate_up_proj.weight",
+                f"{L}.mlp.experts.3.gate_proj.weight": f"{L}.mlp.experts.w13_weight",
+                f"{L}.mlp.gate.e_score_correction_bias": f"{L}.mlp.gate.e_score_correction_bias",
+            },
+        ),
+        (
             "GptOssForCausalLM",
             {
                 f"{A}.sinks": f"{A}.sinks",
@@ -265,11 +296,16 @@ def test_engine_names_of_other_families(architecture, names):
     assert names.keys() <= hf_shapes(FAMILIES[architecture], SHAPE).keys()
 
 
-def transformer_engine_names(local: str) -> str:
-    """As get_gpt_layer_with_transformer_engine_spec makes them (megatron-core `models/gpt/gpt_layer_specs.py`): a norm
-    is a part of linear_qkv or of a dense MLP's linear_fc1 behind it, and experts are one grouped module."""
+def transformer_engine_names(local: str, is_latent: bool) -> str:
+    """As get_gpt_layer_with_transformer_engine_spec makes them (megatron-core `models/gpt/gpt_layer_specs.py`): the norm
+    before attention is a part of linear_qkv, that before a dense MLP of linear_fc1, and experts are one grouped module.
+    Multi-latent attention has its norms of the latents in the up projections, and none before it in a linear layer."""
     is_moe = "experts" in local or "router" in local
     words = local.split(".")
+    if is_latent and "self_attention" in words and words[-2] in ("q_layernorm", "kv_layernorm"):
+        return ".".join([*words[:4], f"linear_{words[-2].split('_')[0]}_up_proj.layer_norm_weight"])
+    if is_latent and "input_layernorm" in words:
+        return local
     if "input_layernorm" in words:
         return ".".join([*words[:3], "self_attention.linear_qkv.layer_norm_weight"])
     if "pre_mlp_layernorm" in words and not is_moe:
@@ -283,7 +319,7 @@ def transformer_engine_names(local: str) -> str:
 @pytest.mark.parametrize("architecture", sorted(TABLES))
 def test_transformer_engine_names_become_local_ones(architecture):
     params = blocks_of(FAMILIES[architecture], SHAPE, places(SHAPE, 1)[0])
-    engine = {name: transformer_engine_names(name) for name in params}
+    engine = {name: transformer_engine_names(name, "Deepseek" in architecture) for name in params}
     assert len(set(engine.values())) == len(params)
     assert {name: canonical_name(other) for name, other in engine.items()} == {name: name for name in params}
 

@@ -27,9 +27,14 @@ CASES = {
     "mixtral": {"num_key_value_heads": 1, "num_local_experts": 4},
     "glm4_moe": {},
     "gpt_oss": {"num_local_experts": 4},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
 }
 """Family -> what its tiny checkpoint has otherwise; fewer key-value heads than tensor ranks among them. Few experts, so
 that each gets tokens."""
+
+MIXTURES = ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3")
+"""Those with experts, besides the ones that say so."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def proofs(checkpoints, tmp_path_factory) -> dict[str, tuple[dict, dict]]:
     """Family -> what rank 0 and the last rank found; mixtures of experts with two expert-parallel ranks."""
     found = {}
     for layout, is_moe in ((LAYOUT, False), (LAYOUT | {"expert": 2}, True)):
-        families = [family for family in checkpoints if ("moe" in family or family in ("mixtral", "gpt_oss")) == is_moe]
+        families = [family for family in checkpoints if ("moe" in family or family in MIXTURES) == is_moe]
         directories = [str(checkpoints[family]) for family in families]
         ranks = run_ranks(prove, 4, layout, directories, str(tmp_path_factory.mktemp("saved")), timeout_s=400)
         found |= {family: (ranks[0][i], ranks[-1][i]) for i, family in enumerate(families)}

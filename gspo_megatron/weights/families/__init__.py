@@ -1,5 +1,6 @@
 """Model families, each one table in a module of its own."""
 
+from gspo_megatron.weights.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from gspo_megatron.weights.families.glm4_moe import GLM4_MOE
 from gspo_megatron.weights.families.gpt_oss import GPT_OSS
 from gspo_megatron.weights.families.llama import LLAMA
@@ -11,9 +12,8 @@ from gspo_megatron.weights.families.qwen3 import QWEN3
 from gspo_megatron.weights.families.qwen3_moe import QWEN3_MOE
 from gspo_megatron.weights.families.table import Family, Row
 
-FAMILIES: dict[str, Family] = {
-    family.architecture: family for family in (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, LLAMA, MIXTRAL, GLM4_MOE, GPT_OSS)
-}
+_ALL = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, LLAMA, MIXTRAL, GLM4_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 """HF architecture -> family."""
 
 __all__ = ["FAMILIES", "Family", "Row", "canonical_name"]

@@ -8,6 +8,7 @@ import re
 
 _ENGINE_TO_LOCAL = (
     (r"\.self_attention\.linear_qkv\.layer_norm_weight$", ".input_layernorm.weight"),
+    (r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$", r".self_attention.\1_layernorm.weight"),
     (r"\.mlp\.linear_fc1\.layer_norm_weight$", ".pre_mlp_layernorm.weight"),
     (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.local_experts.\3.\1.\2"),
 )
