@@ -14,7 +14,7 @@ class TinyFamily:
     spelling: dict[str, str] = field(default_factory=dict)
     """transformers 5's name of a field -> that of the published checkpoints, which it reads as well."""
     published: dict[str, Any] = field(default_factory=dict)
-    """What the published config.json files have besides; SGLang reads some of it. A value of None takes a field away."""
+    """What the published config.json files have besides; SGLang reads some of it. None takes a field away."""
 
 
 _DENSE = {

@@ -71,8 +71,8 @@ install_stand_ins()
 def absorb_latent_attention() -> None:
     """Have multi-latent attention (DeepSeek) work on the cached latents, in prefill too.
 
-    SGLang's plain torch attention reads keys and values from the cache, which holds latents: handed the projected heads,
-    as its dispatch does in prefill, it takes latents for values, fails or answers wrongly.
+    SGLang's plain torch attention reads keys and values from the cache, which holds latents: handed projected heads, as
+    its dispatch does in prefill, it takes latents for values, and fails or answers wrongly.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod

@@ -63,7 +63,7 @@ def proof(layout: dict, directories: list[str]) -> list[dict]:
 
 
 def gspo_updates(layout: dict, directory: str, dtype: str) -> dict:
-    """Two GSPO updates on one rollout of 4 groups of 4: what is exported before and after, and both updates' metrics."""
+    """Two GSPO updates on one rollout of 4 groups of 4: what is exported before and after, both updates' metrics."""
     mesh, generator = open_mesh(layout), random.Random(1)
     policy = Policy(make_config(directory, mesh.parallel, dtype, lr=1e-3, clip_grad=1.0), mesh)
 

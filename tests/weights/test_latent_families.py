@@ -28,8 +28,10 @@ MODELS = {
     "kimi_k2": {},
     "deepseek_v2": {},
     # V2-Lite: queries without a latent, no groups
-    "deepseek_v2_lite": {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "rope_parameters": {}},
-}
+    "deepseek_v2_lite": {
+        "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "rope_parameters": {},
+    },
+}  # fmt: skip
 SEQUENCES = [sequence for batch in sequences() for sequence in batch]
 
 
@@ -108,7 +110,7 @@ def _assert_gradients(found: dict[str, np.ndarray], expected: dict[str, torch.Te
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2"])
 def test_gspo_trains_in_bf16_and_leaves_the_expert_bias_as_it_was_in_fp32(models, name):
-    """Its bits come out as in the file, though bf16 would round them away; all else is trained and comes out in bf16."""
+    """Its bits come out as in the file, though bf16 would round them; all else is trained and comes out in bf16."""
     ranks = run_ranks(gspo_updates, 4, {"tensor": 2, "pipeline": 2, "expert": 2}, str(models[name]), "bf16")
     file, result = load_file(models[name] / "model.safetensors"), ranks[0]
     biases = [tensor for tensor in file if tensor.endswith("e_score_correction_bias")]
@@ -121,7 +123,8 @@ def test_gspo_trains_in_bf16_and_leaves_the_expert_bias_as_it_was_in_fp32(models
         assert np.array_equal(result["before"][tensor], file[tensor].bfloat16().view(torch.int16).numpy()), tensor
         assert result["after"][tensor].dtype == np.int16
     moved = [tensor for tensor in file if not np.array_equal(result["before"][tensor], result["after"][tensor])]
-    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.3.mlp.shared_experts.up_proj.weight"} <= set(moved)
+    for part in ("embed_tokens", "layers.0.mlp.up_proj", "layers.3.mlp.shared_experts.up_proj", "layers.3.mlp.gate"):
+        assert f"model.{part}.weight" in moved
     first, second = result["metrics"]
     assert first["loss_count"] == 16 and first["ratio_min"] == first["ratio_max"] == 1.0
     assert second["ratio_min"] < 1.0 < second["ratio_max"]
