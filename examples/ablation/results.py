@@ -63,6 +63,7 @@ def write_results(dirs: Mapping[str, Mapping[int, Path]], out: Path) -> str:
         "seeds": sorted({seed for seeds in runs.values() for seed in seeds}),
         "steps": max(len(lines) for seeds in runs.values() for lines in seeds.values()),
         "arms": {arm: summarise(seeds) for arm, seeds in runs.items()},
+        "reward_minus_grpo": {arm: paired(seeds, runs["grpo"]) for arm, seeds in runs.items() if "grpo" in runs},
         "gspo_token_against_gspo": identity(dirs),
     }
     (out / "results.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -88,6 +89,17 @@ def summarise(seeds: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any]:
             for name, label in METRICS.items()
         },
     }
+
+
+def paired(ours: Mapping[int, list[dict[str, Any]]], theirs: Mapping[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Difference of the mean reward of the last steps, seed by seed: same model, same problems in the same order."""
+
+    def last(lines: list[dict[str, Any]]) -> float:
+        return statistics.fmean(line["reward/mean"] for line in lines[-LAST_STEPS:])
+
+    differences = [last(ours[seed]) - last(theirs[seed]) for seed in sorted(ours.keys() & theirs.keys())]
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+    return {"mean": statistics.fmean(differences), "standard_error": error, "by_seed": differences}
 
 
 def identity(dirs: Mapping[str, Mapping[int, Path]]) -> list[dict[str, Any]]:
@@ -117,6 +129,10 @@ def table(summary: Mapping[str, Any]) -> str:
     for label in labels:
         cells = [f"{arms[arm][label]['mean']:.4f} ± {arms[arm][label]['std']:.4f}" for arm in arms]
         lines.append(f"| {' | '.join([label, *cells])} |")
+    if summary["reward_minus_grpo"]:
+        found = [summary["reward_minus_grpo"][arm] for arm in arms]
+        cells = [f"{one['mean']:+.4f}, standard error {one['standard_error']:.4f}" for one in found]
+        lines.append(f"| {' | '.join(['reward, last steps, minus that of GRPO, paired by seed', *cells])} |")
     for row in summary["gspo_token_against_gspo"]:
         same = "bit for bit equal" if row["parameters_equal"] else "not equal"
         lines.append(
@@ -150,5 +166,5 @@ def draw(runs: Runs, path: Path) -> None:
             panel.set_xlabel("step")
         panels.flat[0].legend(loc="best")
         figure.suptitle("Mean over seeds, shaded from the smallest to the largest")
-        figure.savefig(path, dpi=100)
+        figure.savefig(path, dpi=75)
         pyplot.close(figure)

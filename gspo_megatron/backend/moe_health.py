@@ -113,10 +113,10 @@ class RoutingMonitor:
         """Around one micro-batch's forward pass through a chunk. `original`: what it was before it was padded for the
         schedule, None for one of padding only. Raises ValueError where its choices are to be replayed and nothing was
         recorded."""
-        routers = self._routers.get(id(model), ())
-        if self._mode is None or not routers:
+        if self._mode is None or not self.enabled:
             yield
             return
+        routers = self._routers[id(model)]  # none in a stage of dense layers, which pads as the other stages do
         self._current = self._find(original, padded)
         if self._replay:
             self._prepare_replay(routers, self._current, original is None)

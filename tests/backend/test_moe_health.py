@@ -13,7 +13,7 @@ from tests.distributed.rollout import NUM_STEPS, SPAN, save_rollouts
 from tests.distributed.runs import free_ports
 from tests.ranks import run_ranks
 
-NUM_LAYERS, NUM_EXPERTS, TOP_K = 4, 8, 2
+NUM_LAYERS, NUM_EXPERTS, TOP_K, NUM_UPDATES = 4, 8, 2, 4
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 ON_TWO = [
     case(2, **TP), case(2, **PP), case(2, **VPP), case(2, **CP), case(2, **EP),
@@ -76,7 +76,7 @@ def assert_same_counts(found: Steps, expected: Steps, name: str) -> None:
     for step in range(NUM_STEPS):
         for key in ("choices", "load"):
             assert found[step][key] == expected[step][key], (name, step, key)
-        allowed = 8 / (expected[step]["choices"] / 4)
+        allowed = 8 / (expected[step]["choices"] / NUM_UPDATES)
         for key in ("first", "last", "mean"):
             key = f"moe/expert_change_{key}"
             assert abs(found[step][key] - expected[step][key]) <= allowed, (name, step, key)
@@ -127,3 +127,13 @@ def test_a_dense_model_has_none(tmp_path, files):
     make_tiny_model("qwen3", tmp_path, seed=1)
     (steps,) = run((tmp_path, files[1]), [case(1)])
     assert not [key for metrics in steps for key in metrics if key.startswith("moe/")]
+
+
+def test_a_stage_of_dense_layers_only_takes_part(tmp_path, files):
+    """Layers 0 and 2 on the first rank, 1 and 3 on the second, of which only 3 has experts."""
+    dense = {"num_hidden_layers": NUM_LAYERS, "mlp_only_layers": [0, 1, 2]}
+    make_tiny_model("qwen3_moe", tmp_path, seed=1, overrides=dense)
+    (expected,) = run((tmp_path, files[1]), [case(1)])
+    (found,) = run((tmp_path, files[1]), [case(2, **VPP, micro_batches=3)])
+    assert expected[0]["choices"] == num_choices(files, 0) / NUM_LAYERS and expected[0]["moe/expert_change_last"] > 0
+    assert_same_counts(found, expected, "one layer of experts")
