@@ -27,6 +27,8 @@ from gspo_megatron.weights.rules import ModelShape
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMEOUT_S = 3600.0
 """Bound on waiting for another rank's files."""
+HF_SUBDIRECTORY = "hf"
+"""Of a converted checkpoint: config.json and tokenizer files, so that the way back needs nothing else."""
 REFUSED = 2
 """Exit status of a conversion that was refused or could not be done."""
 
@@ -52,9 +54,9 @@ class Ranks:
     @contextlib.contextmanager
     def join(cls) -> Iterator["Ranks"]:
         """By torchrun's environment, over gloo; alone without it."""
-        alone = "RANK" not in os.environ
-        if alone:
-            be_a_single_rank()
+        if "RANK" not in os.environ:
+            yield cls()
+            return
         dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_S))
         try:
             yield cls(dist.get_rank(), dist.get_world_size())

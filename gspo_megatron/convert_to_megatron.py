@@ -17,7 +17,7 @@ from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored_layout
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
-    TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, progress, read_family, renamed, size_text, verify,
+    HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, progress, read_family, renamed, size_text, verify,
 )  # fmt: skip
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config
@@ -33,8 +33,6 @@ from gspo_megatron.weights.torch_dist_writer import (
 
 CHUNK_BYTES = 128 << 20
 """Larger chunks are cut further: a chunk is what is in memory."""
-HF_SUBDIRECTORY = "hf"
-"""config.json and tokenizer files, so that the way back needs nothing else."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from gspo_megatron.weights.load import load_parameters
 from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.plan import blocks_of
 from gspo_megatron.weights.rules import ModelShape
+from tests.backend.checkpoint_runs import go_on, open_policy
 
 
 def differences(cases: list[tuple[str, str]], layout: dict, transformer: dict) -> list[list[str]]:
@@ -74,14 +75,12 @@ def policy_tensors(hf_directory: str, directory: str, layout: dict) -> dict:
 
 
 def save_policy(hf_directory: str, directory: str, layout: dict, dtype: str) -> dict:
-    """Write a run's checkpoint of a policy from HF files; its HF tensors."""
-    mesh = Mesh.create(ParallelConfig(**layout), seed=1, timeout_s=60)
-    config = Config(model=ModelConfig(hf=hf_directory), parallel=mesh.parallel, train=TrainConfig(dtype=dtype))
-    policy = Policy(config, mesh)
+    """Write a run's checkpoint of a policy after an update; its HF tensors then."""
+    policy, mesh = open_policy(layout, hf_directory, dtype)
+    weights = go_on(policy, mesh, [1])["weights"]
     if mesh.rank == 0:
         Path(directory).mkdir(parents=True)
     mesh.barrier("the directory")
     policy.save(Path(directory))
-    tensors = {name: tensor.clone().float().numpy() for name, tensor in policy.hf_tensors()}
     mesh.close()
-    return tensors
+    return weights
