@@ -17,6 +17,7 @@ from gspo_megatron.rollout.parallel import run_all
 from gspo_megatron.rollout.proof import Checksums, Expected, Rotation, layout_bytes, skipped
 from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, DiskTransport, Setting
 from gspo_megatron.rollout.transports.disk import write_version
+from gspo_megatron.weights.engine_layout import one_message_groups
 from gspo_megatron.weights.hf_files import HFReader
 
 PROBE_S = 30.0
@@ -221,7 +222,9 @@ class WeightSync:
     def _send_all(self, tensors: Tensors, version: int, expected: Sequence[Expected]) -> _Sent:
         assert not isinstance(tensors, Path), f"{tensors} can't be sent by weights.transport={self._config.transport}"
         self._step(version, "beginning the update", lambda: self._transport.begin(version))
-        writer = BucketWriter(int(self._config.bucket_mib * 2**20), self._model.expected, self._transport.allocate)
+        together = one_message_groups(self._model.expected, self._model.engine_name)
+        capacity = int(self._config.bucket_mib * 2**20)
+        writer = BucketWriter(capacity, self._model.expected, self._transport.allocate, together)
         num_buckets = 0
         try:
             for bucket in writer.buckets(tensors):

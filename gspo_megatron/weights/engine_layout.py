@@ -206,8 +206,24 @@ def _experts(dim: int) -> Rule:
     return rule
 
 
+def _stacked(*kinds: str) -> Rule:
+    """Whole tensors one after the other, on every rank."""
+
+    def rule(parameter: _Parameter, rank: int) -> list[Piece] | None:
+        names = [name for kind in kinds for name in parameter.hf if f".{kind}." in name]
+        if len(names) != len(kinds) or len(parameter.hf) != len(kinds):
+            return None
+        shapes = [tuple(parameter.shapes[name]) for name in names]
+        return [Piece(name, (0,) * len(shape), shape) for name, shape in zip(names, shapes, strict=True)]
+
+    return rule
+
+
 RULES: tuple[tuple[str, Rule], ...] = (
     (r"\.self_attn\.qkv_proj\.(weight|bias)$", _qkv),
+    (r"\.self_attn\.fused_qkv_a_proj_with_mqa\.weight$", _stacked("q_a_proj", "kv_a_proj_with_mqa")),
+    (r"\.self_attn\.(q_proj|q_b_proj|kv_b_proj)\.weight$", _along(0)),
+    (r"\.(kv_a_proj_with_mqa\.weight|e_score_correction_bias)$", _whole),
     (r"\.experts\.w13_weight$", _experts(0)),
     (r"\.experts\.w2_weight$", _experts(1)),
     (r"\.gate_up_proj\.weight$", _gate_up),
@@ -218,3 +234,17 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"\.(mlp|block_sparse_moe)\.(gate|shared_expert_gate)\.weight$", _whole),
 )
 """Pattern of an engine's parameter -> rule; the first that matches."""
+
+ONE_MESSAGE = (r"\.fused_qkv_a_proj_with_mqa\.",)
+"""Parameters that SGLang fills only from a call that has all their tensors: one that comes without the others is
+dropped when the call ends, and no error says so (`deepseek_weight_loader.py`, cached_a_proj)."""
+
+
+def one_message_groups(names: Iterable[str], engine_name: Callable[[str], str]) -> dict[str, frozenset[str]]:
+    """HF name -> all names that must be in one message with it; tensors that may come alone are not in it."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        target = engine_name(name)
+        if any(re.search(pattern, target) for pattern in ONE_MESSAGE):
+            groups[target].append(name)
+    return {name: frozenset(group) for group in groups.values() for name in group}

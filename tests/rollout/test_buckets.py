@@ -61,3 +61,35 @@ def test_a_tensor_that_comes_twice_is_refused():
 def test_an_empty_bucket_size_is_refused():
     with pytest.raises(ValueError, match="weights.bucket_mib"):
         BucketWriter(0, {}, allocate)
+
+
+@pytest.mark.parametrize("capacity", [1, 40, 10**6])
+def test_what_must_be_together_is_in_one_bucket_however_it_comes(capacity):
+    tensors = {name: torch.randn(size) for name, size in {"q": 6, "x": 3, "kv": 9, "y": 5, "p": 2, "r": 7}.items()}
+    group, other = frozenset({"q", "kv"}), frozenset({"p", "r"})
+    expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    writer = BucketWriter(capacity, expected, allocate, {"q": group, "kv": group, "p": other, "r": other})
+
+    def stream():
+        buffer = torch.empty(9)  # one for all, as an export's bucket
+        for name, tensor in tensors.items():
+            view = buffer[: tensor.numel()]
+            yield name, view.copy_(tensor)
+
+    buckets = [(bucket, bucket.flat.clone()) for bucket in writer.buckets(stream())]
+    found = unpack(buckets)
+    assert found.keys() == tensors.keys() == writer.sent.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    for names in (set(bucket.names) for bucket, _ in buckets):
+        assert all(pair <= names or not pair & names for pair in (group, other))
+
+
+def test_a_part_of_what_must_be_together_is_refused():
+    pair = frozenset({"q", "kv"})
+    spec = (torch.float32, (2,))
+    writer = BucketWriter(100, {"q": spec, "kv": spec}, allocate, {"q": pair, "kv": pair})
+    with pytest.raises(ValueError, match="q came without"):
+        list(writer.buckets([("q", torch.ones(2))]))
+    twice = BucketWriter(100, {"q": spec, "kv": spec}, allocate, {"q": pair, "kv": pair})
+    with pytest.raises(ValueError, match="q comes a second time"):
+        list(twice.buckets([("q", torch.ones(2)), ("q", torch.ones(2))]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gspo_megatron.weights.engine_layout import EngineGeometry, Piece, engine_layout
+from gspo_megatron.weights.engine_layout import EngineGeometry, Piece, engine_layout, one_message_groups
 from gspo_megatron.weights.families import FAMILIES
 
 MOE = FAMILIES["Qwen3MoeForCausalLM"]
@@ -75,3 +75,16 @@ def test_what_no_rule_knows_is_whole_on_one_rank_and_unknown_on_two():
         f"{L}self_attn.sinks": [[Piece(f"{L}self_attn.sinks", (0,), (8,))]]
     }
     assert layout_of(shapes, 2, [f"{L}self_attn.sinks"]) == {}
+
+
+def test_latent_attention_is_joined_below_and_cut_by_heads_above():
+    a, name = f"{L}self_attn.", FAMILIES["DeepseekV3ForCausalLM"].engine_name
+    shapes = {f"{a}q_a_proj.weight": (6, 16), f"{a}kv_a_proj_with_mqa.weight": (10, 16), f"{a}q_b_proj.weight": (64, 6)}
+    joined = f"{a}fused_qkv_a_proj_with_mqa.weight"
+    geometry = EngineGeometry(2, 1, num_heads=8, num_kv_heads=8, num_experts=4)
+    ranks = engine_layout(shapes, name, geometry, [joined, f"{a}q_b_proj.weight"])
+    both = [Piece(f"{a}q_a_proj.weight", (0, 0), (6, 16)), Piece(f"{a}kv_a_proj_with_mqa.weight", (0, 0), (10, 16))]
+    assert ranks[joined] == [both, both]
+    assert ranks[f"{a}q_b_proj.weight"][1] == [Piece(f"{a}q_b_proj.weight", (32, 0), (32, 6))]
+    pair = frozenset({f"{a}q_a_proj.weight", f"{a}kv_a_proj_with_mqa.weight"})
+    assert one_message_groups(shapes, name) == dict.fromkeys(pair, pair)
