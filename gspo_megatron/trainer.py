@@ -322,7 +322,7 @@ class Run:
             return
         written = write_hf_checkpoint(
             self.policy.hf_tensors(), Path(self.config.run.dir) / "hf", self.config.model.hf,
-            writers=self.mesh, shapes=self.policy.hf_shapes,
+            writers=self.mesh, shapes=self.policy.hf_shapes, prediction_layers=self.config.export.mtp,
         )  # fmt: skip
         if self.source is not None:
             report(f"trained model: {written}")

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, read_hf_config
+from gspo_megatron.weights.prediction_layers import PredictionLayers, with_number
 from gspo_megatron.weights.shard_file import ShardFile, ShardWriter, header_room, verify
 
 SHARD_BYTES = 5 << 30
@@ -55,6 +56,7 @@ def write_hf_checkpoint(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     verified: bool = False,
     durable: bool = True,
+    prediction_layers: str = "as given",
 ) -> Path:
     """Write tensors as safetensors shards with config, generation config, tokenizer and template files of `reference`.
 
@@ -64,13 +66,20 @@ def write_hf_checkpoint(
 
     `shapes`: all tensors of the checkpoint; less or more than these is refused. `verified`: every file is read back, by
     another rank than wrote it where there is one, and compared in names, shapes and checksums. `durable`: on disk, and
-    not only in the page cache, when it gets its name. Raises HFWriteError on all ranks where one fails, ValueError for
+    not only in the page cache, when it gets its name. `prediction_layers`: `keep` adds those of `reference`
+    (`prediction_layers.py`), `drop` has config.json say that there are none, and `as given` leaves both alone. Raises HFWriteError on all ranks where one fails, ValueError for
     a name that comes twice or tensors that are not those of `shapes`; nothing half-written stays.
     """
     writers = writers or Alone()
     target = Path(directory)
     partial = target.with_name(f".{target.name}.partial")
     config = read_hf_config(reference)
+    if prediction_layers != "as given":
+        carried = PredictionLayers(reference) if prediction_layers == "keep" else None
+        config = with_number(config, carried.number if carried else 0)
+        if carried:
+            tensors = carried.added_to(tensors, writers.rank, writers.world_size)
+            shapes = None if shapes is None else {**shapes, **carried.shapes}
     room = min(header_room(shapes), _MOST_HEADER_BYTES) if shapes is not None else _HEADER_BYTES
     agree = _Agreement(writers, target)
     try:
@@ -231,14 +240,16 @@ def copy_model_files(reference: Path, config: dict[str, Any], dtype: str, direct
         is_index = file.name.endswith(".index.json")  # of the reference's own weights
         if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and not is_index:
             shutil.copyfile(file, directory / file.name)
-    _say_dtype(config, dtype, directory / "config.json")
+    _write_config(config, dtype, directory / "config.json")
 
 
-def _say_dtype(config: dict[str, Any], dtype: str, path: Path) -> None:
-    """transformers and SGLang load a checkpoint in the dtype of its config.json, whatever its tensors are in."""
+def _write_config(config: dict[str, Any], dtype: str, path: Path) -> None:
+    """transformers and SGLang load a checkpoint in the dtype of its config.json, whatever its tensors are in. A copy that
+    says all of `config` stays as it is."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    if any(config.get(key) != dtype for key in keys):
-        path.write_text(json.dumps(config | dict.fromkeys(keys, dtype), indent=2, ensure_ascii=False) + "\n", "utf-8")
+    config = config | dict.fromkeys(keys, dtype)
+    if config != read_hf_config(path.parent):
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _finish(partial: Path, target: Path, durable: bool) -> None:

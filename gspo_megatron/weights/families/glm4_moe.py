@@ -1,5 +1,6 @@
 """GLM-4.5 and 4.6 (mixture of experts): dense first layers, shared experts, a sigmoid router whose selection bias stays
-fp32, rotary embedding on a part of each head. The multi-token-prediction layer is dropped."""
+fp32, rotary embedding on a part of each head. Multi-token-prediction layers are carried along
+(`weights/prediction_layers.py`)."""
 
 from gspo_megatron.weights.families.table import (
     DECODER, DENSE_LAYERS, EXPERTS, QK_NORMS, QKV_BIAS, ROUTER, Family, L, M, Row, experts, mlp, on_moe_layers,
