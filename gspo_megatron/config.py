@@ -257,8 +257,8 @@ class ExportConfig:
     hf_final: bool = True
     """Write the trained policy to run.dir/hf in Hugging Face format at the end."""
     mtp: Literal["keep", "drop"] = "keep"
-    """Multi-token-prediction layers of `model.hf` (DeepSeek-V3, GLM-4.5), which are not trained: written as they are, but
-    for their copies of the embedding and the output layer, or left out."""
+    """Multi-token-prediction layers of `model.hf` (DeepSeek-V3, GLM-4.5), which are not trained: written as they are,
+    but for their copies of the embedding and the output layer, or left out."""
 
 
 @dataclass(frozen=True)

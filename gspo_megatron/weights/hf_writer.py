@@ -67,8 +67,10 @@ def write_hf_checkpoint(
     `shapes`: all tensors of the checkpoint; less or more than these is refused. `verified`: every file is read back, by
     another rank than wrote it where there is one, and compared in names, shapes and checksums. `durable`: on disk, and
     not only in the page cache, when it gets its name. `prediction_layers`: `keep` adds those of `reference`
-    (`prediction_layers.py`), `drop` has config.json say that there are none, and `as given` leaves both alone. Raises HFWriteError on all ranks where one fails, ValueError for
-    a name that comes twice or tensors that are not those of `shapes`; nothing half-written stays.
+    (`prediction_layers.py`), `drop` has config.json say that there are none, and `as given` leaves both alone.
+
+    Raises HFWriteError on all ranks where one fails, ValueError for a name that comes twice or tensors that are not those
+    of `shapes`; nothing half-written stays.
     """
     writers = writers or Alone()
     target = Path(directory)
@@ -244,8 +246,8 @@ def copy_model_files(reference: Path, config: dict[str, Any], dtype: str, direct
 
 
 def _write_config(config: dict[str, Any], dtype: str, path: Path) -> None:
-    """transformers and SGLang load a checkpoint in the dtype of its config.json, whatever its tensors are in. A copy that
-    says all of `config` stays as it is."""
+    """transformers and SGLang load a checkpoint in the dtype of its config.json, whatever its tensors are in. A copy of
+    the reference's file that says all of it already stays as it is."""
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config = config | dict.fromkeys(keys, dtype)
     if config != read_hf_config(path.parent):

@@ -54,7 +54,8 @@ def assert_covered_once(plan, family, shape, ranks):
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_every_family_comes_whole(architecture, senders):
     """Biases, shared experts, dense layers among others, experts stacked in one tensor."""
-    shape = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True, dense_layers=(0,))
+    latent = dict(q_lora=6, kv_lora=10, qk_nope=4, qk_rope=2, v_head=6)
+    shape = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True, dense_layers=(0,), **latent)
     for layout in (dict(tensor=2, pipeline=3, expert=4), dict(tensor=2, expert=2, expert_tensor=2)):
         ranks = places(shape, 12, **layout)
         plan = plan_of(shape, ranks, senders, bucket_bytes=1_000, family=FAMILIES[architecture])
