@@ -3,7 +3,9 @@
     .NAME.partial/source.json       what is converted and how; a start that says otherwise begins anew
     .NAME.partial/FILE              finished files
     .NAME.partial/FILE.done.json    written after FILE: its size, and what its writer wants to know of it later
-    .NAME.partial/FILE.writing      a file under way; removed by the next start
+    .NAME.partial/FILE.writing      a file under way
+
+A start that goes on removes what is not finished.
 """
 
 import errno
@@ -35,7 +37,7 @@ class PartialDirectory:
             raise ConfigError(f"{self._option}: {self.target} exists; remove it, give another, or add --overwrite")
         while not parent.exists():
             parent = parent.parent
-        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
             raise ConfigError(f"{self._option}: {self.target} can't be made: {parent} is not a directory to write into")
 
     def begin(self, source: dict[str, Any]) -> int:
@@ -44,10 +46,14 @@ class PartialDirectory:
             if self.path.exists() and _read_json(self.path / SOURCE) != source:
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
-            for file in self.path.rglob(f"*{WRITING}"):
-                file.unlink()
+            done = [file.name.removesuffix(DONE) for file in self.path.glob(f"*{DONE}")]
+            finished = [name for name in done if self.finished(name) is not None]
+            kept = {*finished, *(f"{name}{DONE}" for name in finished)}
+            for file in self.path.iterdir():
+                if file.name not in kept:
+                    remove(file)
             _write_json(self.path / SOURCE, source)
-        return sum(self.finished(file.name.removesuffix(DONE)) is not None for file in self.path.glob(f"*{DONE}"))
+        return len(finished)
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """What the writer of this file said of it; None where it is not finished."""
