@@ -17,6 +17,7 @@ from gspo_megatron.guards import GUARDS, algorithm_faults
 from gspo_megatron.model_files import ModelInfo, megatron_faults, read_model, tokenizer_faults, weight_faults
 from gspo_megatron.plugins import MODULE_FUNCTION
 from gspo_megatron.resume import changed_faults
+from gspo_megatron.run_dir import results_in_the_way
 from gspo_megatron.topology import alternatives, divisors, model_faults, world_faults
 
 __all__ = ["GUARDS", "RANGES", "check_config"]
@@ -93,6 +94,9 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.every": at_least(0),
     "checkpoint.keep": at_least(1),
     "checkpoint.keep_every": at_least(0),
+    "export.hf_every": at_least(0),
+    "export.keep": at_least(0),
+    "export.shard_mib": above(0),
     "data.max_prompt_tokens": at_least(1),
     "reward.timeout_s": above(0),
     "reward.workers": at_least(1),
@@ -172,11 +176,8 @@ def _earlier_run(config: Config) -> Iterable[str]:
         return
     if saved is not None:
         yield from changed_faults(config, saved)
-    elif (Path(config.run.dir) / "metrics.jsonl").exists() and not config.run.overwrite:
-        yield (
-            f"run.dir: {config.run.dir!r} holds metrics.jsonl of an earlier run and no checkpoint to go on from; "
-            "choose another directory, or set run.overwrite=true to replace that run"
-        )
+    elif config.run.dir:
+        yield from results_in_the_way(config)
 
 
 def _sources(config: Config) -> Iterable[str]:

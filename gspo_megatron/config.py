@@ -37,8 +37,9 @@ class RunConfig:
     seed: int = 1
     """Seeds the order of prompts, the servers' sampling, and Megatron's generators."""
     overwrite: bool = False
-    """Replace what an earlier run left in `run.dir`. Without it a run goes on from the last checkpoint there, and a
-    directory with metrics but no checkpoint is refused."""
+    """Replace what an earlier run left in `run.dir`. Without it a run goes on from the last checkpoint there; one that
+    was ended before its first starts again, and what it left is set aside (metrics.jsonl.1); other results are
+    refused."""
     allow_changed: tuple[str, ...] = ()
     """Keys (`optimizer.lr`) or sections (`optimizer`) that may differ from those of the checkpoint that a run goes on
     from. Layout, steps, checkpoints, metrics writers, servers and timeouts may always."""
@@ -254,8 +255,16 @@ class HealthConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
+    """The policy in Hugging Face format, written by all ranks at once and read back before it gets its name."""
+
     hf_final: bool = True
-    """Write the trained policy to run.dir/hf in Hugging Face format at the end."""
+    """Write the trained policy to run.dir/hf at the end."""
+    hf_every: int = 0
+    """Steps from one export to run.dir/hf_step_N to the next; 0 writes none. The last step's is that of `hf_final`."""
+    keep: int = 0
+    """Newest run.dir/hf_step_N that are kept; 0 keeps all."""
+    shard_mib: float = 5120.0
+    """Size of one safetensors file, in MiB; each rank writes files of its own, and a file ends with a tensor."""
     mtp: Literal["keep", "drop"] = "keep"
     """Multi-token-prediction layers of `model.hf` (DeepSeek-V3, GLM-4.5), which are not trained: written as they are,
     but for their copies of the embedding and the output layer, or left out."""
@@ -273,6 +282,9 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = 0
     """Checkpoints at multiples of this number of steps are kept for good; 0 keeps none of them."""
+    async_save: bool = False
+    """Train on while the files are written: the step waits only until the tensors are copied to host memory. The next
+    checkpoint, a signal and the end wait for the one under way."""
     fall_back: bool = False
     """Where the last checkpoint is damaged, go on from the newest whole one before it, instead of refusing."""
 

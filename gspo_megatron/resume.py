@@ -28,8 +28,9 @@ IGNORED_OF_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 NOTHING = "(not given)"
 
 
-def changed_faults(config: Config, saved: SavedRun) -> Iterable[str]:
-    """One line for each setting that differs from the checkpoint's and is neither free nor in `run.allow_changed`."""
+def changed_faults(config: Config, saved: SavedRun, with_model: bool = True) -> Iterable[str]:
+    """One line for each setting that differs from the checkpoint's and is neither free nor in `run.allow_changed`;
+    `with_model`, for each of its model's too."""
     allowed = config.run.allow_changed
     now, then = flat(as_json(config)), flat(saved.config)
     sections = {name[:end] for name in {**now, **then} for end in _ends(name)}
@@ -47,7 +48,7 @@ def changed_faults(config: Config, saved: SavedRun) -> Iterable[str]:
             f"{name}: {_text(new)}, but {where} was made with {_text(old)}; restore it, or add {name} to "
             "run.allow_changed to go on with the new value"
         )
-    if not _covered("model.hf", allowed):
+    if with_model and not _covered("model.hf", allowed):
         yield from _model_faults(config, saved, where)
 
 

@@ -1,37 +1,49 @@
-"""The directory that a run writes into."""
+"""The directory that a run writes into: what may be removed there, and what is set aside. No torch here."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from gspo_megatron.checkpoints import SavedRun, checkpoints_dir, remove_partial
+from gspo_megatron.checkpoints import SavedRun, checkpoints_dir, remove_partial, steps_in
 from gspo_megatron.config import Config, ConfigError
-from gspo_megatron.config_loader import dump_config
+from gspo_megatron.config_loader import dump_config, load_config
+from gspo_megatron.resume import as_json, changed_faults
 
 OUTPUTS = ("metrics.jsonl", "config.yaml", "rollouts", "servers", "hf", "checkpoints", "tensorboard", "report.png")
-"""What a run leaves behind, and `run.overwrite` removes; anything else in the directory is left alone."""
+"""What a run leaves behind, with hf_step_N, and `run.overwrite` removes; anything else in the directory stays."""
 
-_RESULTS = ("metrics.jsonl", "rollouts", "hf", "checkpoints")
-"""Outputs that are never removed without `run.overwrite`."""
+_RESULTS = ("metrics.jsonl", "rollouts", "hf")
+"""Outputs that are never removed without `run.overwrite`, as are hf_step_N and whole checkpoints."""
+_MADE_ANEW = ("config.yaml", "servers", "checkpoints", "report.png")
+"""Outputs that are not worth keeping of a run that starts again from its first step."""
 
 
-def prepare_run_dir(config: Config, saved: SavedRun | None = None) -> Path:
+def prepare_run_dir(
+    config: Config, saved: SavedRun | None = None, report: Callable[[str], None] = lambda message: None
+) -> Path:
     """Make run.dir, with the resolved configuration in config.yaml; a run from `saved` on keeps what is there.
 
-    Raises ConfigError where an earlier run's results are there and `run.overwrite` is not set, where this run would
-    remove its own input, or where it can't be written.
+    What a run of the same configuration left that was ended before its first checkpoint is set aside (metrics.jsonl as
+    metrics.jsonl.1 and so on), and `report` told so. Raises ConfigError where other results are there and
+    `run.overwrite` is not set, where this run would remove its own input, or where it can't be written.
     """
     directory = Path(config.run.dir)
     if saved is None:
-        _refuse_losses(config, directory)
+        faults = results_in_the_way(config)
+        if faults:
+            raise ConfigError(faults)
+        _refuse_own_input(config, directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in OUTPUTS if saved is None else ():
+        if saved is None and not config.run.overwrite:
+            _set_aside(directory, report)
+        for name in _outputs_in(directory) if saved is None else ():
             target = directory / name
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
                 target.unlink(missing_ok=True)
-        remove_partial(checkpoints_dir(config))
+        _remove_half_written(config)
         (directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -40,19 +52,79 @@ def prepare_run_dir(config: Config, saved: SavedRun | None = None) -> Path:
     return directory
 
 
-def _refuse_losses(config: Config, directory: Path) -> None:
-    """Raises ConfigError for results, and for an input, that lie in what is about to be removed."""
-    found = [name for name in _RESULTS if (directory / name).exists()]
-    if found and not config.run.overwrite:
-        raise ConfigError(
-            f"run.dir: {directory} holds the results of a run ({', '.join(found)}); give another directory, "
-            "or run.overwrite=true to replace them"
-        )
+def results_in_the_way(config: Config) -> list[str]:
+    """Faults, for a run that starts from its first step: results in run.dir that nothing would make again.
+
+    Those of a run that ended before its first checkpoint, with settings under which it could have gone on, are none.
+    """
+    directory = Path(config.run.dir)
+    found = _results_in(config)
+    if not found or config.run.overwrite:
+        return []
+    reason = _why_not_started_again(config, directory)
+    if not reason:
+        return []
+    return [
+        f"run.dir: {directory} holds the results of a run ({', '.join(found)}){reason}; give another directory, or "
+        "run.overwrite=true to replace them"
+    ]
+
+
+def _results_in(config: Config) -> list[str]:
+    directory = Path(config.run.dir)
+    found = [name for name in _outputs_in(directory) if name in _RESULTS or name.startswith("hf_step_")]
+    return found + (["checkpoints"] if steps_in(checkpoints_dir(config)) else [])
+
+
+def _outputs_in(directory: Path) -> list[str]:
+    exports = sorted(path.name for path in directory.glob("hf_step_*") if path.name.removeprefix("hf_step_").isdigit())
+    return [name for name in OUTPUTS if (directory / name).exists() or (directory / name).is_symlink()] + exports
+
+
+def _why_not_started_again(config: Config, directory: Path) -> str:
+    """Why the run whose results are there is not this one, ended before its first checkpoint; empty where it is."""
+    if steps_in(checkpoints_dir(config)):
+        return " with checkpoints"
+    try:
+        earlier = load_config(directory / "config.yaml")
+    except (OSError, ConfigError):
+        return " of an unknown configuration (config.yaml can't be read)"
+    metrics = directory / "metrics.jsonl"
+    num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    if (directory / "hf").exists() or num_steps >= earlier.train.steps:
+        return " that ended"
+    changed = list(changed_faults(config, SavedRun(0, 0, None, 1, as_json(earlier), {}, directory), with_model=False))
+    return f" of another configuration ({changed[0].split(':')[0]})" if changed else ""
+
+
+def _set_aside(directory: Path, report: Callable[[str], None]) -> None:
+    names = [name for name in _outputs_in(directory) if name not in _MADE_ANEW]
+    if not any(name in _RESULTS or name.startswith("hf_step_") for name in names):
+        return
+    number = 1
+    while any((directory / f"{name}.{number}").exists() for name in names):
+        number += 1
+    for name in names:
+        (directory / name).rename(directory / f"{name}.{number}")
+    kept = ", ".join(f"{name}.{number}" for name in names)
+    report(f"{directory}: the run here ended before its first checkpoint; starting again, what it left is in {kept}")
+
+
+def _refuse_own_input(config: Config, directory: Path) -> None:
+    """Raises ConfigError for an input that lies in what is about to be removed or renamed."""
     inputs = {"model.hf": config.model.hf, "rollout.replay": config.rollout.replay, "data.train": config.data.train}
     for key, value in inputs.items():
-        for name in OUTPUTS if value else ():
+        for name in {*OUTPUTS, *_outputs_in(directory)} if value else ():
             if Path(value).resolve().is_relative_to((directory / name).resolve()):
                 raise ConfigError(
                     f"{key}: {value} lies in run.dir, where this run starts by removing {name}; "
                     "copy it elsewhere or give another run.dir"
                 )
+
+
+def _remove_half_written(config: Config) -> None:
+    from gspo_megatron.weights.hf_writer import remove_half_written  # here: it brings torch
+
+    remove_partial(checkpoints_dir(config))
+    for names in ("hf", "hf_step_*"):
+        remove_half_written(Path(config.run.dir), names)

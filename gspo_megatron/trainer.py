@@ -3,11 +3,9 @@
 import contextlib
 import dataclasses
 import os
-import shutil
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.algorithm.advantages import GroupAdvantages, group_advantages, token_advantages
-from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
 from gspo_megatron.algorithm.loss_metrics import add_metrics
+from gspo_megatron.algorithm.losses import LOSSES, reduce_metrics
 from gspo_megatron.algorithm.objective import make_objective
 from gspo_megatron.algorithm_config import GROUP_LOSSES
 from gspo_megatron.backend.checkpoint import CheckpointError
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy, UpdateResult
 from gspo_megatron.batches import MicroBatch, RolloutArrays, gap_sums, mini_batch_loss, plan_rank
-from gspo_megatron.checkpoints import SavedRun, begin, checkpoints_dir, find_checkpoint, finish
+from gspo_megatron.checkpoints import SavedRun, find_checkpoint
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.health import Alarms
 from gspo_megatron.metrics import MetricsWriter, Progress
@@ -31,10 +29,9 @@ from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.resume import as_json
 from gspo_megatron.run_dir import prepare_run_dir
 from gspo_megatron.rollout.transports.disk import FILE_TRANSPORTS, write_version
+from gspo_megatron.saving import Saver
 from gspo_megatron.sources import LiveSource, ReplaySource, weights_dir
 from gspo_megatron.stop import StopRequest
-from gspo_megatron.weights.hf_files import read_hf_config
-from gspo_megatron.weights.hf_writer import write_hf_checkpoint
 
 
 def train(config: Config) -> bool:
@@ -63,10 +60,9 @@ def train(config: Config) -> bool:
             with run.timed("time/weight_sync_s"):
                 run.sync_weights(version=step + 1)
             run.log(step, rollout, advantages, updates, seconds=time.monotonic() - started)
-            if run.save_if_due(step + 1, stop.requested):
+            if run.saver.after_step(step + 1, stop.requested):
                 return True
-        run.export()
-        run.save(config.train.steps)
+        run.saver.at_end()
     return False
 
 
@@ -111,13 +107,15 @@ class Run:
         self.policy = Policy(config, self.mesh)
         if self._saved is not None:
             self._load(self._saved)
+        position = self.source.position if self.source is not None else lambda: None
+        self.saver = Saver(config, self.mesh, self.policy, position, self.timed, report)
         if isinstance(self.source, LiveSource):
             backend = "nccl" if self.mesh.device.type == "cuda" else "gloo"
             self.source.connect_weights(self.policy.hf_tensor_specs, self.policy.family.engine_name, backend)
 
     def _open_source(self, stack: contextlib.ExitStack) -> None:
         config = self.config
-        run_dir = prepare_run_dir(config, self._saved)
+        run_dir = prepare_run_dir(config, self._saved, report)
         self.source = ReplaySource(config) if config.rollout.replay else LiveSource(config, report)
         stack.callback(self.source.close)
         if self._saved is not None:
@@ -252,53 +250,6 @@ class Run:
         for message in self._alarms.news():
             report(f"step {step + 1}: {message}")
 
-    def save_if_due(self, step: int, stop: bool) -> bool:
-        """Write a checkpoint after `step` steps where one is due, or a rank was asked to `stop`; True for the latter.
-
-        The last step's is written by the caller, when the trained model is exported.
-        """
-        if step == self.config.train.steps or not self.config.checkpoint.save:
-            return False
-        stop = self.mesh.any_rank(stop, "whether a rank was asked to stop")
-        every = self.config.checkpoint.every
-        if stop or (every and step % every == 0):
-            self.save(step)
-        if stop and self.source is not None:
-            report(f"asked to stop: step {step} of {self.config.train.steps} is done and saved; start again to go on")
-        return stop
-
-    def save(self, step: int) -> None:
-        """Write the checkpoint after `step` steps, unless `checkpoint.save` is off. Its seconds are in the next step's
-        metrics. Raises RuntimeError where it can't be written; nothing half-written stays then."""
-        if not self.config.checkpoint.save:
-            return
-        root, started = checkpoints_dir(self.config), time.monotonic()
-        partial = root / f"step_{step}.partial"
-        with self.timed("time/checkpoint_s"):
-            try:
-                if self.source is not None:
-                    begin(root, step)
-                self.mesh.barrier("rank 0 making the directory of a checkpoint")
-                self.policy.save(partial)
-                if self.source is not None:
-                    size = finish(partial, self._state(step), self.config.checkpoint)
-                    report(f"checkpoint: step {step}, {size / 2**20:.1f} MiB, {time.monotonic() - started:.2f} s")
-                self.mesh.barrier("rank 0 finishing a checkpoint")
-            except (OSError, CheckpointError) as error:
-                if self.source is not None:
-                    shutil.rmtree(partial, ignore_errors=True)
-                raise RuntimeError(f"the checkpoint of step {step} can't be written to {root}: {error}") from error
-
-    def _state(self, step: int) -> SavedRun:
-        return SavedRun(
-            step=step,
-            weight_version=step,
-            data=self.source.position(),
-            world_size=self.mesh.world_size,
-            config=as_json(self.config),
-            model=read_hf_config(self.config.model.hf),
-        )
-
     def _load(self, saved: SavedRun) -> None:
         """Raises ConfigError where the files are not what this model needs."""
         layout = as_json(self.config)["parallel"]
@@ -315,17 +266,6 @@ class Run:
                 report(saved.note)
             other = "" if same_layout else ", of another layout: random generators start from run.seed"
             report(f"going on after step {saved.step} from {saved.directory}{other}")
-
-    def export(self) -> None:
-        """Write the trained policy to run.dir/hf, by all ranks that send tensors."""
-        if not self.config.export.hf_final:
-            return
-        written = write_hf_checkpoint(
-            self.policy.hf_tensors(), Path(self.config.run.dir) / "hf", self.config.model.hf,
-            writers=self.mesh, shapes=self.policy.hf_shapes, prediction_layers=self.config.export.mtp,
-        )  # fmt: skip
-        if self.source is not None:
-            report(f"trained model: {written}")
 
     def _sum_gap(self, gap: dict[str, Tensor]) -> dict[str, float]:
         sums = torch.stack([gap["gap_sum"], gap["gap_count"]]).to(self.mesh.device)

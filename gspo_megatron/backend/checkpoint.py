@@ -7,7 +7,6 @@ depends on the layout and which treats torch's Adam wrongly (see `_restore_steps
 """
 
 import contextlib
-import queue
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,18 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-CheckpointError = CheckpointingException
-"""Megatron's own: a checkpoint that can't be written, or is of another model."""
+from gspo_megatron.backend.pending_save import CheckpointError, PendingSave, failures_named
+
+__all__ = ["CheckpointError", "PendingSave", "load_policy", "save_policy"]
 
 LAYOUT_FREE = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -41,24 +36,18 @@ LAYOUT_FREE = {
 
 def save_policy(
     directory: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
-) -> None:
-    """Write everything into the existing, empty `directory`. Collective; it is on disk when this returns.
+) -> PendingSave:
+    """Copy everything to host memory, to be written into the existing, empty `directory`. Collective.
 
-    megatron-core 0.16.1 forks a helper process a file. Raises CheckpointError where a file can't be written.
+    Memory: on every rank the fp32 parameters and Adam's moments of what it holds of the model, whole (12 bytes a
+    parameter, of all its data-parallel ranks' shares), and its share of the weights. Raises CheckpointError.
     """
-    if filesystem_async._results_queue is None:
-        # Megatron's own is served by a process that it spawns, which would import this whole program, for seconds, on
-        # every rank. Results of a synchronous save never leave this process.
-        filesystem_async._results_queue = queue.Queue()
     shards = _shards(chunks, optimizer, is_loading=False)
     shards["generators"] = _generator_object(_generators())
     shards["progress"] = {"adam_steps": _adam_steps(optimizer), "scheduler_updates": scheduler.num_steps}
-    strategy = FullyParallelSaveStrategyWrapper(
-        TorchDistSaveShardedStrategy("torch_dist", 1),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
-    with _failures_named():
-        dist_checkpointing.save(shards, str(directory), strategy)
+    live = [tensor for _, chunk in _by_name(chunks) for tensor in (*chunk.parameters(), *chunk.buffers())]
+    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return PendingSave(shards, directory, replicas, live)
 
 
 def load_policy(
@@ -80,7 +69,7 @@ def load_policy(
     shards = _shards(chunks, optimizer, is_loading=True)
     if same_layout:
         shards["generators"] = _generator_object(None)
-    with _failures_named():
+    with failures_named():
         loaded = dist_checkpointing.load(shards, str(directory))
     for name, chunk in _by_name(chunks):
         chunk.load_state_dict(loaded[name])
@@ -94,18 +83,6 @@ def load_policy(
     scheduler.step(0)
     if same_layout:
         _set_generators(loaded["generators"])
-
-
-@contextlib.contextmanager
-def _failures_named() -> Iterator[None]:
-    """torch tells what failed on which rank by an exception that is no Exception; make it Megatron's, in a line."""
-    try:
-        yield
-    except CheckpointException as error:
-        failures = [f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()]
-        raise CheckpointError("; ".join(failures)) from error
-    except (OSError, KeyError) as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
 
 
 def _shards(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:

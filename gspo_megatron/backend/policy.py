@@ -17,7 +17,7 @@ from torch import Tensor
 from gspo_megatron.algorithm.loss_metrics import add_metrics
 from gspo_megatron.algorithm.losses import LossOutput
 from gspo_megatron.algorithm.packing import PackedTokens, pack, pad_to, sequence_multiple
-from gspo_megatron.backend.checkpoint import load_policy, save_policy
+from gspo_megatron.backend.checkpoint import PendingSave, load_policy, save_policy
 from gspo_megatron.backend.context import ContextParallel
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.model import build_model
@@ -134,10 +134,11 @@ class Policy:
         """`RoutingMonitor.metrics` of the updates since the last call; empty without experts or `health.routing`."""
         return self._routing.metrics()
 
-    def save(self, directory: Path) -> None:
-        """Write weights, optimizer, schedule and generators into the existing, empty `directory`."""
-        with self.mesh.waiting_for("other ranks writing a checkpoint"):
-            save_policy(directory, self.chunks, self._optimizer, self._scheduler)
+    def save(self, directory: Path) -> PendingSave:
+        """Copy weights, optimizer, schedule and generators, for the existing, empty `directory`: call `write` or
+        `start` of what comes back, then `finish`."""
+        with self.mesh.waiting_for("other ranks planning a checkpoint"):
+            return save_policy(directory, self.chunks, self._optimizer, self._scheduler)
 
     def load(self, directory: Path, same_layout: bool) -> None:
         """Take up what `save` wrote, on this or another layout; generators only on the same one."""

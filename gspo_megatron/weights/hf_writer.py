@@ -148,12 +148,13 @@ def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
-def remove_half_written(parent: Path) -> None:
-    """Remove what killed writers left in a directory of checkpoints, and give one its name back that lost it."""
-    for path in parent.glob(".*.old"):
+def remove_half_written(parent: Path, names: str = "*") -> None:
+    """Remove what killed writers left of checkpoints with these names (a pattern), and give one its name back that lost
+    it."""
+    for path in parent.glob(f".{names}.old"):
         target = path.with_name(path.name.removeprefix(".").removesuffix(".old"))
         shutil.rmtree(path) if target.exists() else path.rename(target)
-    for path in parent.glob(".*.partial"):
+    for path in parent.glob(f".{names}.partial"):
         shutil.rmtree(path)
 
 

@@ -51,14 +51,20 @@ def open_policy(layout: dict, model: str, dtype: str) -> tuple[Policy, Mesh]:
     return Policy(Config(model=ModelConfig(model), parallel=parallel, train=train, optimizer=OPTIMIZER), mesh), mesh
 
 
-def save_and_go_on(layout: dict, model: str, directory: str, dtype: str) -> dict:
+def save_and_go_on(layout: dict, model: str, directory: str, dtype: str, in_background: bool) -> dict:
     policy, mesh = open_policy(layout, model, dtype)
     go_on(policy, mesh, [1, 2])
     if mesh.rank == 0:
         Path(directory).mkdir()
     mesh.barrier("the directory")
-    policy.save(Path(directory))
+    pending = policy.save(Path(directory))
+    if not in_background:
+        pending.write()
+        pending.finish(60)
     result = go_on(policy, mesh, [3, 4])
+    if in_background:  # only now: what is written must be what was there when it was saved
+        pending.start()
+        pending.finish(60)
     mesh.close()
     return result
 

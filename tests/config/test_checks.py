@@ -250,7 +250,7 @@ def test_a_directory_of_an_earlier_run(tmp_path, faults_of):
     (tmp_path / "run").mkdir()
     assert faults_of() == []
     (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
-    expect(faults_of(), "run.dir:", "earlier run", "run.overwrite=true")
+    expect(faults_of(), "run.dir:", "holds the results of a run (metrics.jsonl)", "run.overwrite=true")
     assert faults_of("run.overwrite=true") == []
 
 

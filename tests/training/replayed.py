@@ -58,22 +58,34 @@ def num_lines(path: Path) -> int:
 
 
 def start(
-    arguments: list[str], log: Path, num_ranks: int = 1, largest_file: int | str = "unlimited"
+    arguments: list[str], log: Path, num_ranks: int = 1, largest_file: int | str = "unlimited", held_files: str = ""
 ) -> subprocess.Popen:
     """`python -m gspo_megatron train`, or with several ranks torchrun, in a process group of its own.
 
-    `largest_file`: bytes that a file can have.
+    `largest_file`: bytes that a file can have. `held_files`: files with this in their path are not finished before
+    `release(log)` is called.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HELD_FILES": held_files}
+    environment["RELEASE"] = str(_release_of(log))
+    module = "tests.training.held_disk" if held_files else "gspo_megatron"
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     launcher = [] if num_ranks == 1 else torchrun
     limited = ["prlimit", f"--fsize={largest_file}", sys.executable, "-m"]
     with log.open("a") as output:
         return subprocess.Popen(
-            [*limited, *launcher, "gspo_megatron", "train", CONFIG, *arguments],
+            [*limited, *launcher, module, "train", CONFIG, *arguments],
             cwd=REPOSITORY, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
+
+
+def release(log: Path) -> None:
+    """Have the files finished that the run of this log holds back."""
+    _release_of(log).touch()
+
+
+def _release_of(log: Path) -> Path:
+    return log.with_suffix(".release")
 
 
 def signal_when(process: subprocess.Popen, condition: Callable[[], bool], number: signal.Signals) -> int:
