@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,24 @@ from gspo_megatron.checkpoints import SavedRun, begin, checkpoints_dir, finish
 from gspo_megatron.config import Config
 from gspo_megatron.resume import as_json
 from gspo_megatron.weights.hf_files import read_hf_config
-from gspo_megatron.weights.hf_writer import HFWriteError, write_hf_checkpoint
+from gspo_megatron.weights.hf_writer import SHARD_BYTES, HFWriteError, write_hf_checkpoint
+
+
+SMALL_BYTES = 64 << 20
+"""A model up to this size is written by one rank: one file is worth more than the time."""
+
+
+def export_policy(policy: Policy, directory: Path, reference: str, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write the policy as a Hugging Face checkpoint, by all ranks at once where it is not small, and read it back.
+
+    Collective. `reference`: where config and tokenizer files come from. Raises as `write_hf_checkpoint` does.
+    """
+    num_bytes = sum(prod(shape) for shape in policy.hf_shapes.values()) * policy.dtype.itemsize
+    senders = "all" if num_bytes > SMALL_BYTES else "first"
+    return write_hf_checkpoint(
+        policy.hf_tensors(senders), directory, reference, shard_bytes,
+        writers=policy.mesh, shapes=policy.hf_shapes, verified=True,
+    )  # fmt: skip
 
 
 class _UnderWay(NamedTuple):
@@ -77,11 +95,9 @@ class Saver:
         """Raises RuntimeError where it can't be written; nothing half-written stays then."""
         with self._timed("time/export_s"):
             try:
-                written = write_hf_checkpoint(
-                    self._policy.hf_tensors(), Path(self.config.run.dir) / name, self.config.model.hf,
-                    int(self.config.export.shard_mib * 2**20),
-                    writers=self._mesh, shapes=self._policy.hf_shapes, verified=True,
-                )  # fmt: skip
+                directory = Path(self.config.run.dir) / name
+                shard_bytes = int(self.config.export.shard_mib * 2**20)
+                written = export_policy(self._policy, directory, self.config.model.hf, shard_bytes)
             except (HFWriteError, OSError) as error:
                 raise RuntimeError(f"the model can't be exported: {error}") from error
         self._report(f"trained model: {written}")

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import time
 from collections import deque
+from pathlib import Path
 
 import torch
 
@@ -26,8 +27,8 @@ from gspo_megatron.backend.policy import Policy  # noqa: E402
 from gspo_megatron.config import Config, OptimizerConfig  # noqa: E402
 from gspo_megatron.config_loader import load_config  # noqa: E402
 from gspo_megatron.data import load_dataset  # noqa: E402
+from gspo_megatron.saving import export_policy  # noqa: E402
 from gspo_megatron.sources import load_tokenizer, stop_token_ids  # noqa: E402
-from gspo_megatron.weights.hf_writer import write_hf_checkpoint  # noqa: E402
 
 AVERAGED_BATCHES = 8
 
@@ -75,7 +76,7 @@ def warm_start(config: Config, mesh: Mesh, options: argparse.Namespace) -> None:
             print(f"warm start: update {update}, nll {nll:.3f}, would answer right {rate:.3f}", flush=True)
         if len(recent) == recent.maxlen and rate >= options.target:
             break
-    write_hf_checkpoint(policy.hf_tensors(), options.out, options.model, writers=mesh, shapes=policy.hf_shapes)
+    export_policy(policy, Path(options.out), options.model)
     if mesh.rank == 0:
         seconds = time.monotonic() - started
         print(f"warm start: {update + 1} updates, {seconds:.0f} s, would answer right {rate:.3f}", flush=True)
