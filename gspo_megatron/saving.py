@@ -122,7 +122,7 @@ class Saver:
                 if self._mesh.rank == 0:
                     begin(root, step)
                 self._mesh.barrier("rank 0 making the directory of a checkpoint")
-                pending = self._policy.save(partial)
+                pending = self._policy.begin_save(partial)
             except (OSError, CheckpointError) as error:
                 self._fail(step, partial, error)
             state = self._state(step) if self._mesh.rank == 0 else None

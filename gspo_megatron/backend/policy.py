@@ -134,9 +134,15 @@ class Policy:
         """`RoutingMonitor.metrics` of the updates since the last call; empty without experts or `health.routing`."""
         return self._routing.metrics()
 
-    def save(self, directory: Path) -> PendingSave:
-        """Copy weights, optimizer, schedule and generators, for the existing, empty `directory`: call `write` or
-        `start` of what comes back, then `finish`."""
+    def save(self, directory: Path) -> None:
+        """Write weights, optimizer, schedule and generators into the existing, empty `directory`."""
+        pending = self.begin_save(directory)
+        pending.write()
+        with self.mesh.waiting_for("other ranks writing a checkpoint"):
+            pending.finish(timeout_s=0)
+
+    def begin_save(self, directory: Path) -> PendingSave:
+        """The copying part of `save`: call `write` or `start` of what comes back, then `finish`."""
         with self.mesh.waiting_for("other ranks planning a checkpoint"):
             return save_policy(directory, self.chunks, self._optimizer, self._scheduler)
 

@@ -57,10 +57,10 @@ def save_and_go_on(layout: dict, model: str, directory: str, dtype: str, in_back
     if mesh.rank == 0:
         Path(directory).mkdir()
     mesh.barrier("the directory")
-    pending = policy.save(Path(directory))
-    if not in_background:
-        pending.write()
-        pending.finish(60)
+    if in_background:
+        pending = policy.begin_save(Path(directory))
+    else:
+        policy.save(Path(directory))
     result = go_on(policy, mesh, [3, 4])
     if in_background:  # only now: what is written must be what was there when it was saved
         pending.start()
