@@ -22,7 +22,9 @@ SMALL_BYTES = 64 << 20
 """A model up to this size is written by one rank: one file is worth more than the time."""
 
 
-def export_policy(policy: Policy, directory: Path, reference: str, shard_bytes: int = SHARD_BYTES) -> Path:
+def export_policy(
+    policy: Policy, directory: Path, reference: str, shard_bytes: int = SHARD_BYTES, prediction_layers: str = "keep"
+) -> Path:
     """Write the policy as a Hugging Face checkpoint, by all ranks at once where it is not small, and read it back.
 
     Collective. `reference`: where config and tokenizer files come from. Raises as `write_hf_checkpoint` does.
@@ -31,7 +33,7 @@ def export_policy(policy: Policy, directory: Path, reference: str, shard_bytes: 
     senders = "all" if num_bytes > SMALL_BYTES else "first"
     return write_hf_checkpoint(
         policy.hf_tensors(senders), directory, reference, shard_bytes,
-        writers=policy.mesh, shapes=policy.hf_shapes, verified=True,
+        writers=policy.mesh, shapes=policy.hf_shapes, verified=True, prediction_layers=prediction_layers,
     )  # fmt: skip
 
 
@@ -97,7 +99,9 @@ class Saver:
             try:
                 directory = Path(self.config.run.dir) / name
                 shard_bytes = int(self.config.export.shard_mib * 2**20)
-                written = export_policy(self._policy, directory, self.config.model.hf, shard_bytes)
+                written = export_policy(
+                    self._policy, directory, self.config.model.hf, shard_bytes, self.config.export.mtp
+                )  # fmt: skip
             except (HFWriteError, OSError) as error:
                 raise RuntimeError(f"the model can't be exported: {error}") from error
         self._report(f"trained model: {written}")
