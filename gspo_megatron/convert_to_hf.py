@@ -18,6 +18,7 @@ from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_conf
 from gspo_megatron.weights.hf_writer import copy_model_files
 from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.partial import PartialDirectory
+from gspo_megatron.weights.prediction_layers import with_number
 from gspo_megatron.weights.safetensors_files import write_pieces, write_safetensors_header
 
 
@@ -155,7 +156,8 @@ def _write_rest(plan: _Plan, partial: PartialDirectory) -> None:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         dtype = str(most_common(plan.reader, plan.dtypes)).removeprefix("torch.")
-        copy_model_files(plan.reference, read_hf_config(plan.reference), dtype, partial.path)
+        # Megatron's checkpoint has no multi-token-prediction layers, so that these files have none
+        copy_model_files(plan.reference, with_number(read_hf_config(plan.reference), 0), dtype, partial.path)
 
 
 def _verify(plan: _Plan, partial: PartialDirectory, ranks: Ranks) -> None:

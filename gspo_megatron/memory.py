@@ -26,6 +26,7 @@ from gspo_megatron.model_files import ModelInfo
 from gspo_megatron.topology import pipeline_layers
 from gspo_megatron.weights.families import FAMILIES
 from gspo_megatron.weights.plan import Place, num_elements
+from gspo_megatron.weights.rules import ModelShape
 
 GIB = 2**30
 LOGITS_CHUNK_TOKENS = 512
@@ -100,10 +101,8 @@ def layer_activation_bytes(config: Config, model: ModelInfo, tokens: int) -> flo
     size = 4 if config.train.dtype == "fp32" else 2
     tensor = parallel.tensor
     rows = tokens / (tensor if parallel.sequence_parallel else 1)
-    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norms = 4 * rows * shape.hidden * size  # the inputs of both norms, and their outputs
-    # q, k, v as projected, q and k once more after their norm and after the rotation, and the attention's output
-    attention = tokens * ((query + 2 * key) + 2 * (query + key) + query) / tensor * size
+    attention = _attention_elements(shape, tokens / tensor, rows) * size
     softmax_sums = tokens * shape.num_heads / tensor * 4
     if not shape.num_experts:
         feed_forward = tokens * 3 * shape.ffn / tensor * size
@@ -114,6 +113,18 @@ def layer_activation_bytes(config: Config, model: ModelInfo, tokens: int) -> flo
     inner = 3 * chosen * shape.moe_ffn * size  # both halves of the gate, and their product
     inner += tokens * 3 * shape.shared_ffn / tensor * size
     return norms + attention + softmax_sums + router + exchanged + inner
+
+
+def _attention_elements(shape: ModelShape, tokens: float, rows: float) -> float:
+    """What attention saves; `tokens` divided by the tensor ranks, `rows` as many as sequence parallelism leaves."""
+    if shape.kv_lora:
+        query, value = shape.num_heads * (shape.qk_nope + shape.qk_rope), shape.num_heads * shape.v_head
+        latents = 2 * (shape.q_lora + shape.kv_lora) + shape.qk_rope  # before and after their norms
+        # q as projected and rotated, k and v as projected, k with its rotary part, v and the output by themselves
+        return tokens * (2 * query + shape.num_heads * shape.qk_nope + value + query + 2 * value) + rows * latents
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # q, k, v as projected, q and k once more after their norm and after the rotation, and the attention's output
+    return tokens * ((query + 2 * key) + 2 * (query + key) + query)
 
 
 def _micro_batches_in_flight(parallel: ParallelConfig, stage: int) -> float:

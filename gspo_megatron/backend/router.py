@@ -25,13 +25,18 @@ class BestOfGroupRouter(TopKRouter):
 
     def routing(self, logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """logits [..., experts] -> weights [tokens, experts], 0 for experts not chosen, and which were chosen, bool."""
-        config = self.config
-        scores = torch.softmax(logits.view(-1, config.num_moe_experts), dim=-1, dtype=torch.float32)
-        groups = scores.view(len(scores), config.moe_router_num_groups, -1)
-        best = groups.amax(dim=-1).topk(config.moe_router_group_topk, dim=-1).indices
-        kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
-        allowed = groups.masked_fill(~kept[..., None], 0.0).view_as(scores)
-        weights, experts = allowed.topk(self.topk, dim=-1)
-        weights = weights * (config.moe_router_topk_scaling_factor or 1.0)
+        scores = torch.softmax(logits.view(-1, self.config.num_moe_experts), dim=-1, dtype=torch.float32)
+        sizes = (self.topk, self.config.moe_router_num_groups, self.config.moe_router_group_topk)
+        replay = self.router_replay
+        weights, experts = _choose(scores, *sizes) if replay is None else replay.get_replay_topk(scores, *sizes, _choose)
+        weights = weights * (self.config.moe_router_topk_scaling_factor or 1.0)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
         return torch.zeros_like(scores).scatter(1, experts, weights).type_as(logits), chosen
+
+
+def _choose(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> tuple[Tensor, Tensor]:
+    """[tokens, topk] scores and indices of the experts chosen."""
+    groups = scores.view(len(scores), num_groups, -1)
+    best = groups.amax(dim=-1).topk(group_topk, dim=-1).indices
+    kept = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+    return groups.masked_fill(~kept[..., None], 0.0).view_as(scores).topk(topk, dim=-1)
