@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gspo_megatron.config import ConfigError
-from gspo_megatron.weights.families import FAMILIES, Family
+from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.hf_files import read_hf_config
 from gspo_megatron.weights.plan import hf_dtypes
 from gspo_megatron.weights.raw_files import PIECE_BYTES, as_bytes
@@ -89,8 +89,7 @@ def read_family(directory: Path, option: str) -> tuple[dict[str, Any], Family, M
         raise renamed(error, option) from None
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise ConfigError(f"{option}: {directory}: architecture {architecture} is not supported; supported: {supported}")
+        raise ConfigError(f"{option}: {directory}: {unsupported(architecture)}")
     try:
         return hf, FAMILIES[architecture], ModelShape.from_hf(hf)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:

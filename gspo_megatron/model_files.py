@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import ConfigError
-from gspo_megatron.weights.families import FAMILIES, Family
+from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
 
@@ -51,8 +51,7 @@ def read_model(directory: Path) -> tuple[ModelInfo | None, list[str]]:
         return None, [f"{place}: config.json holds no JSON object; copy it again"]
     architectures = values.get("architectures") or ["none named"]
     if architectures[0] not in FAMILIES:
-        allowed = ", ".join(FAMILIES)
-        return None, [f"{place}: architecture {architectures[0]} is not supported; supported are {allowed}"]
+        return None, [f"{place}: {unsupported(architectures[0])}"]
     try:
         info = _info(architectures[0], values)
     except (KeyError, TypeError, ValueError) as error:

@@ -27,7 +27,7 @@ from gspo_megatron.backend.parameters import global_parameters, place_of_rank, p
 from gspo_megatron.backend.reference import ReferenceWeights
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.weights.export import HFBucket, export_buckets
-from gspo_megatron.weights.families import FAMILIES, Family
+from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
 from gspo_megatron.weights.load import check_files, load_parameters
 from gspo_megatron.weights.megatron_files import MegatronReader
@@ -302,7 +302,5 @@ def family_of(hf: dict, directory: str) -> Family:
     """The family of the checkpoint's architecture. Raises ConfigError for one that is not supported."""
     architecture = (hf.get("architectures") or ["(none)"])[0]
     if architecture not in FAMILIES:
-        raise ConfigError(
-            f"model.hf: {directory}: architecture {architecture} is not supported; supported: {', '.join(FAMILIES)}"
-        )
+        raise ConfigError(f"model.hf: {directory}: {unsupported(architecture)}")
     return FAMILIES[architecture]

@@ -20,6 +20,8 @@ from policy_runs import VOCABULARY, sequences  # noqa: E402
 
 from gspo_megatron.model_files import read_model  # noqa: E402
 from gspo_megatron.weights.families import FAMILIES  # noqa: E402
+from gspo_megatron.weights.plan import hf_shapes  # noqa: E402
+from gspo_megatron.weights.rules import ModelShape  # noqa: E402
 from make_tiny_model import make_tiny_model  # noqa: E402
 from tests.ranks import run_ranks  # noqa: E402
 
@@ -154,9 +156,18 @@ def test_what_a_config_asks_for_and_megatron_lacks_is_refused(models, tmp_path, 
     assert len(faults) == 1 and message in faults[0]
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2"])
-def test_the_published_configs_fit_their_family(name):
-    """All but the fp8 weights, for which there are bf16 copies."""
+@pytest.mark.parametrize("name, parameters", [("deepseek_v3", 671_026_419_200), ("kimi_k2", 1_026_408_232_448)])
+def test_the_published_configs_fit_their_family(name, parameters):
+    """All but the fp8 weights, for which there are bf16 copies; and the tables have as many elements as the models."""
     path = Path(__file__).parents[1] / "data_files" / "configs" / f"{name}.json"
     config = json.loads(path.read_text())
-    assert FAMILIES[config["architectures"][0]].faults(config) == []
+    family = FAMILIES[config["architectures"][0]]
+    assert family.faults(config) == []
+    assert sum(math.prod(size) for size in hf_shapes(family, ModelShape.from_hf(config)).values()) == parameters
+
+
+def test_qwen3_next_is_refused_with_the_reason(tmp_path):
+    config = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, faults = read_model(tmp_path)
+    assert len(faults) == 1 and "flash-linear-attention" in faults[0] and "0.16.1" in faults[0]

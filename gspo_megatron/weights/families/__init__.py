@@ -16,4 +16,17 @@ _ALL = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE, LLAMA, MIXTRAL, GLM4_MOE, GPT_OSS, D
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 """HF architecture -> family."""
 
-__all__ = ["FAMILIES", "Family", "Row", "canonical_name"]
+LACKING = {
+    "Qwen3NextForCausalLM": "Megatron-Core has its gated delta layers for Transformer Engine with flash-linear-attention "
+    "only, and on 0.16.1 neither for packed sequences nor for context parallelism",
+}
+"""Architectures that were looked into and can't be built on all supported versions of Megatron-Core -> why."""
+
+
+def unsupported(architecture: str) -> str:
+    """What to tell the user about an architecture that is not one of `FAMILIES`."""
+    reason = f" ({LACKING[architecture]})" if architecture in LACKING else ""
+    return f"architecture {architecture} is not supported{reason}; supported are {', '.join(FAMILIES)}"
+
+
+__all__ = ["FAMILIES", "LACKING", "Family", "Row", "canonical_name", "unsupported"]
