@@ -182,6 +182,8 @@ def server_command(launch: LaunchConfig, model_dir: str, dtype: str, port: int, 
     module = "gspo_megatron.rollout.sglang_cpu" if on_cpu else "sglang.launch_server"
     flags: dict[str, Any] = {"model-path": model_dir, "host": HOST, "port": port, "dtype": dtype, "random-seed": seed}
     flags["tp-size"] = launch.tensor_parallel
+    # fused into the routed experts, shared ones have no names that a weight sync could be held against
+    flags["disable-shared-experts-fusion"] = True
     if on_cpu:
         flags.update(CPU_FLAGS)
     flags.update({name.lstrip("-").replace("_", "-"): value for name, value in launch.args.items()})

@@ -140,6 +140,7 @@ def test_command_of_a_cpu_server_and_its_overrides():
 def test_command_of_a_gpu_server():
     command = server_command(LaunchConfig(tensor_parallel=2), "/model", "bfloat16", 31000, seed=5)
     assert command[2] == "sglang.launch_server" and dict(zip(command, command[1:]))["--tp-size"] == "2"
+    assert "--disable-shared-experts-fusion" in command
     assert "--device" not in command and "--skip-tokenizer-init" not in command
 
 
