@@ -100,7 +100,7 @@ def train(path: str, overrides: list[str]) -> int:
     from gspo_megatron.notices import hide_known_notices
 
     hide_known_notices(on_gpu=torch.cuda.is_available())
-    _be_a_single_rank_without_torchrun()
+    be_a_single_rank_without_torchrun()
     from gspo_megatron.trainer import train as run
 
     try:
@@ -126,7 +126,8 @@ def _tolerance(text: str) -> float:
     return value
 
 
-def _be_a_single_rank_without_torchrun() -> None:
+def be_a_single_rank_without_torchrun() -> None:
+    """Set what torchrun would, for one process."""
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from gspo_megatron.checkpoints import find_checkpoint
-from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.config import LOCAL_HOSTS, Config, ConfigError
 from gspo_megatron.guards import GUARDS, algorithm_faults
 from gspo_megatron.model_files import ModelInfo, megatron_faults, read_model, tokenizer_faults, weight_faults
 from gspo_megatron.plugins import MODULE_FUNCTION
@@ -80,8 +80,11 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "rollout.launch.tensor_parallel": at_least(1),
     "rollout.launch.first_device": at_least(0),
     "rollout.launch.ready_timeout_s": above(0),
+    "rollout.launch.restarts": at_least(0),
     "weights.bucket_mib": above(0),
     "weights.timeout_s": above(0),
+    "weights.checked_share": within(0, 1),
+    "weights.appliers": at_least(0),
     "health.max_expert_change": within(0, 1),
     "health.max_load_imbalance": at_least(0),
     "health.min_ess": within(0, 1),
@@ -197,6 +200,22 @@ def _sources(config: Config) -> Iterable[str]:
         yield f"rollout.replay: {rollout.replay!r} holds no step_*.jsonl; give the rollouts/ directory of a saved run"
     if rollout.launch is not None:
         yield from _launch(config)
+    yield from _weights(config)
+
+
+def _weights(config: Config) -> Iterable[str]:
+    weights = config.weights
+    far = [url for url in config.rollout.servers if urlsplit(url).hostname not in LOCAL_HOSTS]
+    if weights.transport == "tensor" and far:
+        yield (
+            f"weights.transport: tensor: {', '.join(far)} is not on this machine by its URL; take distributed, or"
+            " write http://127.0.0.1:PORT"
+        )
+    if weights.transport != "delta" and (weights.appliers or weights.engine_dir):
+        key = "appliers" if weights.appliers else "engine_dir"
+        yield f"weights.{key}: has an effect with weights.transport=delta only, not {weights.transport}; leave it out"
+    elif weights.appliers and not weights.engine_dir:
+        yield "weights.engine_dir: required with weights.appliers; give the --local of tools/apply_weight_delta.py"
 
 
 def _port_ok(parts: Any) -> bool:

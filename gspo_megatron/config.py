@@ -29,6 +29,9 @@ __all__ = [
     "GSPOTokenConfig", "LossConfig", "RegularizerConfig", "SamplingConfig",
 ]  # fmt: skip
 
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+"""Hosts in URLs of servers that run on this machine."""
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -120,6 +123,9 @@ class LaunchConfig:
     """Port of the first server, the others follow; 0 takes free ones."""
     ready_timeout_s: float = 300.0
     """How long a server may take until it answers, in seconds."""
+    restarts: int = 3
+    """How often a server that ended by itself is started again, each; it gets requests when it has the current
+    weights. The run stops at the end after these."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `sglang.launch_server`, `{mem-fraction-static: 0.8}`; `true` gives a bare flag."""
 
@@ -158,13 +164,20 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class WeightsConfig:
-    transport: Literal["distributed", "tensor", "disk"] = "distributed"
+    transport: Literal["distributed", "tensor", "disk", "delta"] = "distributed"
     """How weights reach the servers. `distributed`: a collective group of the sending rank and all engine ranks;
     `tensor`: memory that servers on the same machine map (shared memory, or CUDA IPC); `disk`: a checkpoint that all
-    trainer ranks write and all servers read."""
+    trainer ranks write and all servers read; `delta`: as `disk`, and only what changed goes to the servers' machines.
+    """
     dir: str = ""
-    """Where `disk` writes, on a file system that trainer ranks and servers share under this path; room for two
-    checkpoints. Empty takes run.dir/weights."""
+    """Where `disk` and `delta` write, on a file system that the trainer's ranks share under this path, and for `disk`
+    the servers too; room for two checkpoints. Empty takes run.dir/weights."""
+    engine_dir: str = ""
+    """Where `delta` keeps the checkpoint that servers load, under this path on their machines. Empty takes `engine` in
+    `weights.dir`."""
+    appliers: int = 0
+    """Machines on which `tools/apply_weight_delta.py` keeps that checkpoint; 0 has the trainer do it, where servers see
+    its disk."""
     bucket_mib: float = 512.0
     """Size of one flattened bucket, in MiB."""
     host: str = ""

@@ -14,8 +14,12 @@ from gspo_megatron.checkpoints import SavedRun
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.data import load_dataset
 from gspo_megatron.rewards.scorer import Scorer
+from gspo_megatron.outgoing import weights_dir
 from gspo_megatron.rollout.collector import Collector
+from gspo_megatron.rollout.errors import ServersLost
 from gspo_megatron.rollout.launcher import launch_servers
+from gspo_megatron.rollout.locks import hold_servers
+from gspo_megatron.rollout.pool import RetryPolicy
 from gspo_megatron.rollout.records import load_rollout, save_rollout
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
 from gspo_megatron.rollout.weight_sync import SyncReport, Tensors, WeightSync
@@ -43,7 +47,7 @@ class ReplaySource:
     def restore(self, saved: SavedRun) -> None:
         return None
 
-    def collect(self, step: int) -> Rollout:
+    def collect(self, step: int, send_again: Callable[[], None]) -> Rollout:
         return load_rollout(self._directory, step)
 
     def close(self) -> None:
@@ -87,6 +91,7 @@ class LiveSource:
         config = self._config
         self._processes = None
         if config.rollout.launch is None:
+            started.enter_context(hold_servers(config.rollout.servers, config.run.dir))
             return config.rollout.servers
         log_dir = Path(config.run.dir) / "servers"
         self._processes = started.enter_context(
@@ -96,14 +101,20 @@ class LiveSource:
         )
         return self._processes.urls
 
-    def collect(self, step: int) -> Rollout:
-        """The scored samples of a step, all of weight version `step`."""
+    def collect(self, step: int, send_again: Callable[[], None]) -> Rollout:
+        """The scored samples of a step, all of weight version `step`.
+
+        `send_again` sends the weights of that version once more: to servers that were started anew, when none is left
+        that has them. Raises WeightSyncError where somebody else changed a server's weights in the meantime.
+        """
         if self._processes is not None:
-            self._processes.check()
+            self._processes.revive()
         timeouts = self._scorer.num_timeouts + self._scorer.num_crashes
+        recovery = Recovery(self, step, send_again)
         rollout, self.metrics = collect_groups(
-            self._config, lambda number: self._collector.collect(self.prompts.next(number), step)
+            self._config, lambda number: self._collector.collect(self.prompts.next(number), step, recovery)
         )
+        self._sync.check_unchanged()
         lost = self._scorer.num_timeouts + self._scorer.num_crashes - timeouts
         if lost:
             self._report(f"step {step}: scoring hung or crashed on {lost} responses, which got reward 0")
@@ -150,18 +161,44 @@ class LiveSource:
 
     def send_weights(self, tensors: Callable[[], Tensors], version: int, prove: bool) -> SyncReport:
         """One sync, or with `prove` two of them around noise (`weights.prove_coverage`); `tensors` runs once a sync."""
-        if prove:
-            return self._sync.prove_coverage(tensors, version)
-        return self._sync.run(tensors(), version)
+        if self._processes is not None:
+            # the others go on without one that is still starting, and it gets the next version
+            if len(self.urls) == 1:
+                self._processes.revive_and_wait(self.urls)
+            else:
+                self._processes.revive()
+        sent = self._sync.prove_coverage(tensors, version) if prove else self._sync.run(tensors(), version)
+        self._collector.serve_from(self._sync.urls)
+        return sent
 
     def close(self) -> None:
         """Stop what was started; bounded."""
         self._stack.close()
 
 
-def weights_dir(config: Config) -> Path:
-    """Where transports by files write weight versions."""
-    return Path(config.weights.dir or Path(config.run.dir) / "weights").absolute()
+class Recovery:
+    """Called when no server is left that has the weights of `step`: brings servers back, and the weights to them."""
+
+    def __init__(self, source: LiveSource, step: int, send_again: Callable[[], None]):
+        self._source, self._step, self._send_again = source, step, send_again
+        self._left = source._config.rollout.retries + 1
+
+    def __call__(self, lost: ServersLost) -> None:
+        """Raises ServersLost where none comes back, or too often; ServerError for one that can't be started again."""
+        source = self._source
+        source._report(f"step {self._step}: {lost}")
+        if not self._left:
+            raise lost
+        self._left -= 1
+        if source._processes is not None:
+            source._processes.revive_and_wait(source.urls)
+        elif not source._sync.wait_for_any(RetryPolicy().no_server_s):
+            raise lost
+        current = source._sync.current_urls()
+        if current:
+            source._collector.serve_from(current)
+        else:
+            self._send_again()
 
 
 def load_tokenizer(directory: str) -> Any:

@@ -25,13 +25,17 @@ from gspo_megatron.checkpoints import SavedRun, find_checkpoint
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.health import Alarms
 from gspo_megatron.metrics import MetricsWriter, Progress
+from gspo_megatron.outgoing import bring_to_rank_zero, outgoing_weights
 from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.resume import as_json
 from gspo_megatron.run_dir import prepare_run_dir
-from gspo_megatron.rollout.transports.disk import FILE_TRANSPORTS, write_version
 from gspo_megatron.saving import Saver
-from gspo_megatron.sources import LiveSource, ReplaySource, weights_dir
+from gspo_megatron.sources import LiveSource, ReplaySource
 from gspo_megatron.stop import StopRequest
+
+
+SEND_AGAIN = "send the weights again"
+"""What rank 0 tells the others in place of a step's rollouts."""
 
 
 def train(config: Config) -> bool:
@@ -144,14 +148,25 @@ class Run:
         self._seconds[name] += time.monotonic() - started
 
     def collect(self, step: int) -> RolloutArrays:
-        """The samples of a step, on all ranks. Raises RuntimeError for a sample of another weight version."""
-        arrays = None
-        if self.source is not None:
-            arrays = RolloutArrays.from_rollout(self.source.collect(step))
-            found = np.unique(arrays.weight_versions)
-            if found.tolist() != [step]:
-                raise RuntimeError(f"step {step}: rollouts of weight versions {found.tolist()}, expected only {step}")
-        return self.mesh.broadcast_object(arrays, f"the rollouts of step {step} from rank 0")
+        """The samples of a step, on all ranks. Raises RuntimeError for a sample of another weight version.
+
+        Until they come, the other ranks take part in sending the weights again as often as rank 0 asks for it.
+        """
+        what = f"the rollouts of step {step} from rank 0"
+        if self.source is None:
+            while (arrays := self.mesh.broadcast_object(None, what)) == SEND_AGAIN:
+                self.sync_weights(step)
+            return arrays
+
+        def send_again() -> None:
+            self.mesh.broadcast_object(SEND_AGAIN, what)
+            self.sync_weights(step)
+
+        arrays = RolloutArrays.from_rollout(self.source.collect(step, send_again))
+        found = np.unique(arrays.weight_versions)
+        if found.tolist() != [step]:
+            raise RuntimeError(f"step {step}: rollouts of weight versions {found.tolist()}, expected only {step}")
+        return self.mesh.broadcast_object(arrays, what)
 
     def plan(self, rollout: RolloutArrays, advantages: GroupAdvantages) -> list[list[MicroBatch]]:
         """[mini-batch][micro-batch] of this rank."""
@@ -205,21 +220,14 @@ class Run:
             return
         first = version == self.first_step
         prove = first and self.config.weights.prove_coverage
-        tensors = self.policy.hf_tensors
-        if self.config.weights.transport in FILE_TRANSPORTS:
-            written = write_version(
-                self.policy.hf_tensors("all"), weights_dir(self.config), version, self.config.model.hf,
-                self.policy.hf_shapes, writers=self.mesh,
-            )  # fmt: skip
-            tensors = lambda: written  # noqa: E731
+        tensors = outgoing_weights(self.policy, self.config, version)
         if self.source is not None:
             sent = self.source.send_weights(tensors, version, prove)
             if first:
                 report(f"weights: {sent.text}" + ("; every parameter of the servers proven covered" if prove else ""))
-        elif self.config.weights.transport not in FILE_TRANSPORTS:
+        else:
             for _ in range(2 if prove else 1):
-                for _ in self.policy.hf_tensors():
-                    pass
+                bring_to_rank_zero(self.policy, self.config)
         self.mesh.barrier(f"the sync of weight version {version} by rank 0")
 
     def log(

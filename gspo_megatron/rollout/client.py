@@ -115,7 +115,9 @@ class SGLangClient:
             raise MalformedAnswer(self.url, f"log-probs that are not finite: {log_probs[:8]} ...")
         if any(not 0 <= token < vocab_size for token in token_ids):
             raise MalformedAnswer(self.url, f"token ids outside the vocabulary of {vocab_size}: {token_ids[:8]} ...")
-        if len(spans) > 1 or not version.isdecimal():
+        if len(spans) == 1 and not version.isdecimal():
+            raise RestartedServer(self.url, version)
+        if len(spans) > 1:
             raise VersionMismatch(self.url, sorted(spans))
         return Completion(tuple(token_ids), log_probs, finish["type"], int(version))
 
@@ -214,8 +216,17 @@ class MalformedAnswer(RequestError):
         super().__init__(url, "/generate", 200, message)
 
 
+class RestartedServer(RequestError):
+    """A response under the weights that a server starts with, which no sync has given a number."""
+
+    def __init__(self, url: str, version: str):
+        super().__init__(url, "/generate", 200, f"weight version {version}: it has not got this run's weights")
+
+    retryable = True
+
+
 class VersionMismatch(RequestError):
-    """A response under weights without a number, or under several."""
+    """A response under several weight versions."""
 
     retryable = False
 

@@ -4,12 +4,18 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gspo_megatron.config import ConfigError, RolloutConfig
-from gspo_megatron.rollout.client import MIN_RESPONSE_ROOM, SGLangClient, VersionMismatch, validate_prompt
-from gspo_megatron.rollout.errors import RequestError, RolloutError
+from gspo_megatron.rollout.client import (
+    MIN_RESPONSE_ROOM,
+    RestartedServer,
+    SGLangClient,
+    VersionMismatch,
+    validate_prompt,
+)
+from gspo_megatron.rollout.errors import RequestError, RolloutError, ServersLost
 from gspo_megatron.rollout.pool import PooledServer, RetryPolicy, ServerPool
 from gspo_megatron.rollout.preflight import survey
 from gspo_megatron.types import Completion, Prompt, Rollout, Sample
@@ -76,10 +82,18 @@ class Collector:
         self._token_limit = found.check(self._vocab_size, self._report)
         self._check_length(self._max_prompt_tokens)
 
-    def collect(self, prompts: Sequence[Prompt], weight_version: int) -> Rollout:
+    def serve_from(self, urls: Collection[str]) -> None:
+        """Only these servers have the current weights and get requests."""
+        self._pool.serve_from(urls)
+
+    def collect(
+        self, prompts: Sequence[Prompt], weight_version: int, recover: Callable[[ServersLost], None] | None = None
+    ) -> Rollout:
         """[P] prompts to P * G samples, group by group in the order of `prompts`, all under `weight_version`.
 
-        Raises RolloutError naming the prompt or the servers, ConfigError for a prompt that does not fit.
+        Where no server with these weights is left, `recover` is called to bring some back, and the prompts that have no
+        responses yet are asked again. Raises RolloutError naming the prompt or the servers, ConfigError for a prompt
+        that does not fit.
         """
         for prompt in prompts:
             try:
@@ -89,13 +103,19 @@ class Collector:
         if self._token_limit is None:
             self.check_servers()
         self._check_length(max((len(prompt.token_ids) for prompt in prompts), default=0))
-        try:
-            return asyncio.run(_Collection(self, prompts, weight_version).run())
-        except BaseExceptionGroup as group:
-            first = group
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise first from first.__cause__
+        collection = _Collection(self, prompts, weight_version, can_recover=recover is not None)
+        while True:
+            try:
+                return asyncio.run(collection.run())
+            except ServersLost as lost:
+                if recover is None:
+                    raise
+                recover(lost)
+            except BaseExceptionGroup as group:
+                first = _first_of(group)
+                if recover is None or not isinstance(first, ServersLost):
+                    raise first from first.__cause__
+                recover(first)
 
     def close(self) -> None:
         for server in self._pool.servers:
@@ -111,10 +131,18 @@ class Collector:
             )
 
 
-class _Collection:
-    """One call of `collect`: a bounded number of workers take prompts in order."""
+def _first_of(group: BaseExceptionGroup) -> BaseException:
+    """What went wrong first, and not what that brought about: lost servers matter where nothing else is the matter."""
+    found = [inner for each in group.exceptions for inner in (
+        [_first_of(each)] if isinstance(each, BaseExceptionGroup) else [each]
+    )]  # fmt: skip
+    return next((error for error in found if not isinstance(error, ServersLost)), found[0])
 
-    def __init__(self, collector: Collector, prompts: Sequence[Prompt], weight_version: int):
+
+class _Collection:
+    """One call of `collect`: a bounded number of workers take prompts in order. May run again for what it lacks."""
+
+    def __init__(self, collector: Collector, prompts: Sequence[Prompt], weight_version: int, can_recover: bool):
         self._config, self._policy, self._pool = collector._config, collector._policy, collector._pool
         self._sampling, self._vocab_size = collector._sampling, collector._vocab_size
         self._score, self._report = collector._score, collector._report
@@ -123,12 +151,13 @@ class _Collection:
         self._under_way: dict[int, tuple[float, str]] = {}
         """Position of a prompt -> when its generation started, and at which server it is."""
         self._started = time.monotonic()
-        self._stopped = False
+        self._stopped, self._can_recover = False, can_recover
 
     async def run(self) -> Rollout:
+        self._stopped = False
         samples = self._config.samples_per_prompt
         workers = len(self._pool.servers) * max(1, self._config.concurrency // samples)
-        positions = iter(range(len(self._prompts)))
+        positions = iter([position for position, group in enumerate(self._groups) if group is None])
         executor = ThreadPoolExecutor(1, thread_name_prefix="score")
         try:
             async with self._pool:
@@ -161,13 +190,16 @@ class _Collection:
             if self._stopped:
                 # a connection that fails in the same moment can swallow the task group's cancellation
                 raise asyncio.CancelledError
-            server = await self._pool.acquire(samples, avoid=failed_at)
+            server = await self._pool.acquire(samples, avoid=failed_at, give_up=self._can_recover)
             self._under_way[position] = (time.monotonic(), server.url)
             try:
                 completions = await server.client.generate(prompt.token_ids, self._sampling, samples, self._vocab_size)
                 self._check_versions(prompt, server, completions)
             except VersionMismatch as mismatch:
                 raise self._wrong_version(prompt, server, ", ".join(mismatch.found)) from mismatch
+            except RestartedServer as restarted:
+                self._pool.leave_out(server, restarted)
+                failed_at, error = server.url, restarted
             except RequestError as failure:
                 if not failure.retryable:
                     raise RolloutError(f"prompt {prompt.index}: {failure}") from failure

@@ -11,6 +11,7 @@ import torch
 from gspo_megatron.config import ConfigError
 from gspo_megatron.rollout.buckets import TensorSpec
 from gspo_megatron.rollout.client import SGLangClient
+from gspo_megatron.rollout.preflight import ServerFacts
 from gspo_megatron.rollout.proof import Checksums, Layout
 from gspo_megatron.weights.engine_layout import EngineGeometry, engine_layout
 from gspo_megatron.weights.hf_files import read_hf_config
@@ -54,6 +55,11 @@ class Engine:
         """Parameters, over all ranks, whose bytes are not known."""
         return sum(len(names - self.layout.keys()) for names in self.ranks)
 
+    def least_bytes(self, dtypes: Mapping[str, torch.dtype]) -> int:
+        """Bytes of all ranks' parameters whose layout is known, without what is filled up with zeros."""
+        pieces = (piece for ranks in self.layout.values() for rank in ranks for piece in rank if piece.hf)
+        return sum(dtypes[piece.hf].itemsize * torch.Size(piece.shape).numel() for piece in pieces)
+
     def label(self, rank: int) -> str:
         return f"{self.url} rank {rank} of {len(self.ranks)}"
 
@@ -86,6 +92,13 @@ class Model:
             raise ConfigError(
                 f"rollout.servers: {url} serves {', '.join(info['architectures'])} and model.hf is {', '.join(ours)};"
                 " start it with the model of model.hf"
+            )
+        vocabulary = (self._hf_config or {}).get("vocab_size")
+        theirs = ServerFacts(url, dict(info)).vocab_size()
+        if vocabulary and theirs and vocabulary != theirs:
+            raise ConfigError(
+                f"rollout.servers: {url} serves {info['model_path']} with a vocabulary of {theirs}, model.hf has"
+                f" {vocabulary}; start it with the model of model.hf"
             )
         found = _DTYPES.get(str(info.get("dtype")))
         wanted = Counter(self.dtypes.values()).most_common(1)[0][0] if self.dtypes else None

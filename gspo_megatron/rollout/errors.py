@@ -28,5 +28,9 @@ class RolloutError(RuntimeError):
     """A step's responses could not be collected."""
 
 
+class ServersLost(RolloutError):
+    """No server is left that has the current weights; the collection can go on when one has them again."""
+
+
 class WeightSyncError(RuntimeError):
     """A weight update did not come through whole; the servers it names stay paused."""

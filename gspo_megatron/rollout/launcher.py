@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,28 @@ TRAINER_VARIABLES = frozenset(
 """Set by torchrun or for Megatron; a server that inherits them joins the trainer's rendezvous or runs slower."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Server:
     url: str
     log: Path
-    process: subprocess.Popen
+    command: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen = field(init=False)
     """The supervisor, leader of the server's process group."""
+    starts: int = 0
+
+    def start(self) -> None:
+        with self.log.open("ab" if self.starts else "wb") as output:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                env=self.environment, start_new_session=True,
+            )  # fmt: skip
+        self.starts += 1
+
+    def end(self) -> None:
+        """Takes its whole process group down at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(5.0)
 
     def ended(self) -> bool:
         """Without reaping the process: until then no other process group can get its number."""
@@ -77,6 +93,8 @@ class ServerProcesses:
         self._launch, self._model_dir, self._dtype = launch, str(Path(model_dir).absolute()), DTYPES[dtype]
         self._log_dir, self._seed, self._stop_grace_s, self._report = Path(log_dir), seed, stop_grace_s, report
         self._servers: list[_Server] = []
+        self._starting: list[_Server] = []
+        """Started again, and not known to have answered since."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -106,23 +124,44 @@ class ServerProcesses:
             log = self._log_dir / f"server_{index}.log"
             command = server_command(self._launch, self._model_dir, self._dtype, port, self._seed + index)
             supervisor = [sys.executable, "-m", "gspo_megatron.rollout.supervise", "--parent", str(os.getpid())]
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    [*supervisor, "--grace", str(self._stop_grace_s), "--", *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
-            self._servers.append(_Server(f"http://{HOST}:{port}", log, process))
-        self._wait_until_ready()
+            supervisor += ["--grace", str(self._stop_grace_s), "--"]
+            server = _Server(f"http://{HOST}:{port}", log, [*supervisor, *command], environment)
+            server.start()
+            self._servers.append(server)
+        self._wait_until_ready(self._servers)
 
-    def check(self) -> None:
-        """Raises ServerError naming a server that ended by itself, with the end of its log."""
+    def revive(self) -> None:
+        """Start servers again that ended by themselves, without waiting for them.
+
+        Raises ServerError, with the end of its log, for one that did so more than `rollout.launch.restarts` times.
+        """
         for server in self._servers:
             if server.ended():
-                raise ServerError(f"the SGLang server at {server.url} ended by itself; {server.log_tail()}")
+                self._start_again(server, "ended by itself")
+
+    def revive_and_wait(self, urls: Collection[str]) -> None:
+        """Have these servers answer: those that don't are started again, whether they ended or hang.
+
+        Raises ServerError as `revive` does, and where one does not answer in time.
+        """
+        servers = [server for server in self._servers if server.url in urls]
+        for server in servers:
+            if server.ended():
+                self._start_again(server, "ended by itself")
+            elif server not in self._starting and not self._answers(server):
+                self._start_again(server, "does not answer")
+        self._wait_until_ready(servers)
+
+    def _start_again(self, server: _Server, why: str) -> None:
+        if server.starts > self._launch.restarts:
+            raise ServerError(
+                f"the SGLang server at {server.url} {why}, for the last time that rollout.launch.restarts ="
+                f" {self._launch.restarts} allows; {server.log_tail()}"
+            )
+        self._report(f"the SGLang server at {server.url} {why} and is started again; log: {server.log}")
+        server.end()
+        server.start()
+        self._starting.append(server)
 
     def stop(self) -> None:
         """End all servers: SIGTERM, then SIGKILL to what is left of their process groups. Takes the grace and 5 s."""
@@ -135,15 +174,16 @@ class ServerProcesses:
                 time.sleep(0.05)
             if not server.ended():
                 self._report(f"the SGLang server at {server.url} does not stop, killing its process group")
-            os.killpg(server.process.pid, signal.SIGKILL)
-            server.process.wait(5.0)
+            server.end()
         self._servers.clear()
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until_ready(self, servers: Sequence[_Server]) -> None:
         started, reported = time.monotonic(), time.monotonic()
-        waiting = list(self._servers)
+        waiting = list(servers)
         while waiting:
-            self.check()
+            for server in waiting:
+                if server.ended():
+                    raise ServerError(f"the SGLang server at {server.url} ended by itself; {server.log_tail()}")
             waiting = [server for server in waiting if not self._answers(server)]
             now = time.monotonic()
             if waiting and now - started > self._launch.ready_timeout_s:
@@ -157,8 +197,11 @@ class ServerProcesses:
                 self._report(f"waiting for {len(waiting)} SGLang server(s), {now - started:.0f} s so far; log: {logs}")
             if waiting:
                 time.sleep(POLL_S)
+        self._starting = [server for server in self._starting if server not in servers]
         seconds = time.monotonic() - started
-        self._report(f"{len(self._servers)} SGLang server(s) ready after {seconds:.0f} s: {', '.join(self.urls)}")
+        if seconds > POLL_S:
+            urls = ", ".join(server.url for server in servers)
+            self._report(f"{len(servers)} SGLang server(s) ready after {seconds:.0f} s: {urls}")
 
     def _answers(self, server: _Server) -> bool:
         try:

@@ -3,12 +3,12 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from gspo_megatron.rollout.client import SGLangClient
-from gspo_megatron.rollout.errors import RequestError, RolloutError
+from gspo_megatron.rollout.errors import RequestError, RolloutError, ServersLost
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class PooledServer:
     failures: int = 0
     """Failed requests since the last good one."""
     aside_since: float | None = None
+    left_out: bool = False
+    """It has not got the current weights: no requests and no probes until `serve_from` names it."""
     last_error: str = "no error so far"
 
     @property
@@ -77,17 +79,18 @@ class ServerPool:
             await asyncio.wait([self._prober], timeout=0.2)
         await self._stack.aclose()
 
-    async def acquire(self, samples: int, avoid: str = "") -> PooledServer:
+    async def acquire(self, samples: int, avoid: str = "", give_up: bool = False) -> PooledServer:
         """The least loaded living server with room for `samples` more, not `avoid` where there is another.
 
-        Raises RolloutError when no server has lived for `no_server_s`.
+        Raises RolloutError when no server has lived for `no_server_s`; ServersLost at once when none that lives has the
+        current weights, and with `give_up` when none lives.
         """
         while True:
             server = self._choose(samples, avoid)
             if server is not None:
                 server.in_flight += samples
                 return server
-            self._give_up_without_servers()
+            self._give_up_without_servers(give_up)
             self._changed.clear()
             try:
                 async with asyncio.timeout(1.0):
@@ -115,26 +118,41 @@ class ServerPool:
             server.aside_since = time.monotonic()
             self._report(f"{server.url} gets no requests until it answers again: {error}")
 
+    def leave_out(self, server: PooledServer, error: RequestError) -> None:
+        server.left_out, server.last_error = True, str(error)
+        self._report(f"{server.url} gets no requests until it has the current weights: {error}")
+
+    def serve_from(self, urls: Collection[str]) -> None:
+        """These servers have the current weights; others get no requests."""
+        for server in self.servers:
+            server.left_out = server.url not in urls
+            if not server.left_out:
+                server.failures, server.aside_since = 0, None
+
     def describe(self) -> str:
         return "; ".join(f"{server.url}: {server.last_error}" for server in self.servers)
 
     def _choose(self, samples: int, avoid: str) -> PooledServer | None:
-        living = [server for server in self.servers if server.aside_since is None]
+        living = [server for server in self.servers if server.aside_since is None and not server.left_out]
         living = [server for server in living if server.url != avoid] or living
         # a group larger than the bound still has to run, alone
         free = [s for s in living if s.in_flight == 0 or s.in_flight + samples <= self._concurrency]
         return min(free, key=lambda server: server.in_flight, default=None)
 
-    def _give_up_without_servers(self) -> None:
-        if any(server.aside_since is None for server in self.servers):
+    def _give_up_without_servers(self, at_once: bool) -> None:
+        candidates = [server for server in self.servers if not server.left_out]
+        if any(server.aside_since is None for server in candidates):
             return
-        seconds = time.monotonic() - max(server.aside_since for server in self.servers)
+        if at_once or not candidates:
+            raise ServersLost(f"no SGLang server has the current weights and answers: {self.describe()}")
+        seconds = time.monotonic() - max(server.aside_since for server in candidates)
         if seconds >= self._policy.no_server_s:
             raise RolloutError(f"no SGLang server lives, waited {seconds:.0f} s for one: {self.describe()}")
 
     async def _probe_forever(self) -> None:
         while True:
-            await asyncio.gather(*(self._probe(server) for server in self.servers if server.aside_since is not None))
+            aside = [server for server in self.servers if server.aside_since is not None and not server.left_out]
+            await asyncio.gather(*map(self._probe, aside))
             await asyncio.sleep(self._policy.probe_every_s)
 
     async def _probe(self, server: PooledServer) -> None:

@@ -11,6 +11,8 @@ from gspo_megatron.weights.engine_layout import Piece
 
 Checksums = dict[str, str]
 """Engine parameter -> 16 hexadecimal digits."""
+MOST_WIDENED = 1 << 23
+"""Elements of the largest parameter that an engine may hold in fp32 though it was sent in less."""
 Layout = Mapping[str, Sequence[Sequence[Piece]]]
 """Engine parameter -> [engine rank] -> pieces, of `weights.engine_layout`."""
 
@@ -45,10 +47,17 @@ class OnGpu:
 
 
 class _Stream:
-    """The bytes of one parameter of one engine rank, fed piece by piece in their order."""
+    """The bytes of one parameter of one engine rank, fed piece by piece in their order.
+
+    A small one that is no fusion is hashed as fp32 too: engines keep some, routers say, as fp32 whatever was sent. The
+    values are the same then; where an engine rounds to less than was sent neither checksum is its own.
+    """
 
     def __init__(self, pieces: Sequence[Piece], dtype: torch.dtype, hasher: Callable[[], Sha256 | OnGpu]):
         self._pieces, self._dtype, self._next, self._hasher = pieces, dtype, 0, hasher()
+        narrow = dtype in (torch.bfloat16, torch.float16)
+        small = len(pieces) == 1 and torch.Size(pieces[0].shape).numel() <= MOST_WIDENED
+        self._wide = hasher() if narrow and small else None
 
     def feed(self, held: Mapping[str, Tensor]) -> Iterator[str]:
         """Goes as far as the held tensors allow; gives the names of the pieces that were taken."""
@@ -58,14 +67,20 @@ class _Stream:
                 self._hasher.add(torch.zeros(piece.shape, dtype=self._dtype))
             elif piece.hf in held:
                 block = tuple(slice(low, low + size) for low, size in zip(piece.start, piece.shape, strict=True))
-                self._hasher.add(_padded(held[piece.hf][block], piece.padded))
+                data = _padded(held[piece.hf][block], piece.padded)
+                self._hasher.add(data)
+                if self._wide is not None:
+                    self._wide.add(data.float())
                 yield piece.hf
             else:
                 return
             self._next += 1
 
-    def value(self) -> str | None:
-        return self._hasher.value() if self._next == len(self._pieces) else None
+    def values(self) -> tuple[str, ...]:
+        """Checksums of which the engine's must be one; none where a piece did not come."""
+        if self._next < len(self._pieces):
+            return ()
+        return (self._hasher.value(), *((self._wide.value(),) if self._wide is not None else ()))
 
 
 def _padded(block: Tensor, shape: Sequence[int]) -> Tensor:
@@ -119,15 +134,15 @@ class Expected:
             if name in self._held:
                 self._held[name] = tensor.clone()
 
-    def checksums(self) -> list[Checksums]:
-        """[engine rank], of the sampled parameters whose tensors all came."""
+    def checksums(self) -> list[dict[str, tuple[str, ...]]]:
+        """[engine rank] parameter -> checksums of which it must have one, of the sample as far as its tensors came."""
         ranks = max((len(streams) for streams in self._streams.values()), default=0)
-        found: list[Checksums] = [{} for _ in range(ranks)]
+        found: list[dict[str, tuple[str, ...]]] = [{} for _ in range(ranks)]
         for name, streams in self._streams.items():
             for rank, stream in enumerate(streams):
-                value = stream.value()
-                if value is not None:
-                    found[rank][name] = value
+                values = stream.values()
+                if values:
+                    found[rank][name] = values
         return found
 
 

@@ -1,5 +1,6 @@
 """One weight update of all servers, whole or not at all: generation goes on only after every check has passed."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from gspo_megatron.rollout.client import SGLangClient
 from gspo_megatron.rollout.engines import Engine, Model, rank_checksums, shown
 from gspo_megatron.rollout.errors import RequestError, WeightSyncError
 from gspo_megatron.rollout.parallel import run_all
-from gspo_megatron.rollout.proof import Checksums, Expected, Rotation, layout_bytes, skipped
+from gspo_megatron.rollout.proof import Checksums, Expected
+from gspo_megatron.rollout.prover import Proof, Prover
 from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, DiskTransport, Setting
 from gspo_megatron.rollout.transports.disk import write_version
 from gspo_megatron.weights.engine_layout import one_message_groups
@@ -22,6 +24,8 @@ from gspo_megatron.weights.hf_files import HFReader
 
 PROBE_S = 30.0
 """A server that does not answer for as long, in seconds, is left out of a sync where others answer."""
+FLUSH_WAIT_S = 30.0
+"""How long a server may take, in seconds, to be rid of the requests that the pause has ended."""
 FAILURES = (RequestError, TimeoutError, OSError, RuntimeError)
 
 
@@ -91,17 +95,24 @@ class WeightSync:
         setting = Setting(self._taking_part, config, backend, Path(directory), Path(model_dir), report)
         self._transport = TRANSPORTS[config.transport](setting)
         self._engines: dict[str, Engine] = {}
-        self._rotation = Rotation(config.checked_share)
+        self._prover = Prover(config.checked_share, self._model.dtypes)
         self._version: int | None = None
         """Of the last sync that went well."""
-        self._mark: dict[str, list[Checksums]] = {}
-        """URL -> checksums, by rank, of a few parameters as that sync left them."""
         self._prove_all = True
 
     @property
     def urls(self) -> list[str]:
         """The servers that the last sync reached; others serve older weights, if any."""
         return [client.url for client in self._taking_part]
+
+    @property
+    def num_ranks(self) -> int:
+        """Engine ranks that take part."""
+        return sum(len(engine.ranks) for engine in self._engines.values())
+
+    def least_bytes(self) -> int:
+        """What all engine ranks together have to get: each its part of every parameter whose layout is known, once."""
+        return sum(engine.least_bytes(self._model.dtypes) for engine in self._engines.values())
 
     def connect(self) -> None:
         """Learn the engines' parameters and get the transport ready.
@@ -153,25 +164,31 @@ class WeightSync:
         return report
 
     def check_unchanged(self) -> None:
-        """Raises WeightSyncError where a server of the last sync has other weights by now, or another version.
+        """Raises WeightSyncError where a server of the last sync has other weights by now, or another version."""
+        if self._version is not None:
+            self._prover.check_unchanged(self._engines, self._version)
 
-        Whoever else writes to a server is found this way, also under the same version number. Asks for the checksums
-        of a few parameters; a server that does not answer is left to others to find.
-        """
-        for url, mark in self._mark.items():
-            engine = self._engines[url]
-            try:
-                found, checksums = engine.client.weight_version(), self._ask(engine.client, list(mark[0]))
-            except RequestError:
-                continue
-            pairs = zip(mark, checksums, strict=False)
-            changed = {name for old, new in pairs for name in old if old[name] != new.get(name)}
-            if found.isdecimal() and (found != str(self._version) or changed):
-                raise WeightSyncError(
-                    f"{url} no longer holds what this run sent as weight version {self._version}: it reports version"
-                    f" {found}" + (f" and other {shown(sorted(changed))}" if changed else "") +
-                    "; does another run send weights to it?"
-                )  # fmt: skip
+    def current_urls(self) -> list[str]:
+        """Servers that answer and report the version of the last sync, as the processes that got it."""
+        found = []
+        for url, engine in self._engines.items():
+            with contextlib.suppress(RequestError):
+                info = {**engine.client.server_info(PROBE_S), **engine.client.model_info(PROBE_S)}
+                if info.get("startup_time") == engine.started and info["weight_version"] == str(self._version):
+                    found.append(url)
+        return found
+
+    def wait_for_any(self, seconds: float) -> bool:
+        """Whether a server answers within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for client in self._clients:
+                with contextlib.suppress(RequestError):
+                    client.server_info(5.0)
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1.0)
 
     def close(self) -> None:
         """Leave the engines; servers that are gone are no hindrance."""
@@ -196,14 +213,13 @@ class WeightSync:
         elif not self._transport.connected:
             self._connect_transport()
         self._guarded(version, "flushing the cache", self._flush)
-        sample = self._sample()
-        expected = self._expectations(sample)
+        proof = self._prover.begin(self._engines, everything=self._prove_all)
         if isinstance(self._transport, DiskTransport):
-            sent = self._send_files(tensors, version, list(expected.values()))
+            sent = self._send_files(tensors, version, proof.expected)
         else:
-            sent = self._send_all(tensors, version, list(expected.values()))
+            sent = self._send_all(tensors, version, proof.expected)
         checking = time.monotonic()
-        checked = self._prove(version, sample, expected)
+        checked = self._prove(version, proof)
         checking = time.monotonic() - checking
         self._guarded(version, "setting the version", lambda client: client.update_weight_version(str(version)))
         self._check_version(version)
@@ -259,7 +275,7 @@ class WeightSync:
         except (*FAILURES, ValueError, KeyError) as error:
             raise self._failure(version, f"{type(error).__name__}: {error}") from error
         num_bytes = sum(path.stat().st_size for path in reader.files)
-        return _Sent(num_bytes, 1, num_bytes)
+        return _Sent(num_bytes, 1, transport.moved_bytes)
 
     def _send(self, bucket: Bucket, version: int, index: int) -> None:
         try:
@@ -270,7 +286,8 @@ class WeightSync:
 
     def _flush(self, client: SGLangClient) -> None:
         try:
-            client.flush_cache()
+            # what is paused in place or waits retracted does not end, however long one waits
+            client.flush_cache(FLUSH_WAIT_S if self._config.pause == "abort" else 0.0)
         except RequestError as error:
             if self._config.pause != "in_place" or error.status != 400:
                 raise
@@ -317,58 +334,18 @@ class WeightSync:
                 self._report(f"{client.url} was started anew: all of its weights are sent and checked again")
         self._close_transport()
         self._taking_part[:] = reached
-        self._engines, self._mark = {}, {}
+        self._engines = {}
 
     # checks
 
-    def _sample(self) -> dict[str, list[str]]:
-        """URL -> engine parameters whose checksums this sync compares."""
-        if not self._config.checked_share:
-            return {url: [] for url in self._engines}
-        if self._prove_all:
-            return {url: list(engine.layout) for url, engine in self._engines.items()}
-        first = next(iter(self._engines.values()))
-        taken = self._rotation.take(layout_bytes(first.layout, self._model.dtypes))
-        return {url: [name for name in taken if name in engine.layout] for url, engine in self._engines.items()}
-
-    def _expectations(self, sample: Mapping[str, list[str]]) -> dict[tuple, Expected]:
-        """By what servers have in common, so that each checksum is computed once."""
-        found = {}
-        for url, names in sample.items():
-            engine = self._engines[url]
-            if names and _kind(engine) not in found:
-                found[_kind(engine)] = Expected(engine.layout, names, self._model.dtypes, engine.on_gpu)
-        return found
-
-    def _prove(self, version: int, sample: Mapping[str, list[str]], expected: Mapping[tuple, Expected]) -> int:
+    def _prove(self, version: int, proof: Proof) -> int:
         """How many parameters of engine ranks are proven to hold what was sent."""
-        sent = {kind: each.checksums() for kind, each in expected.items()}
-        answers = self._guarded(version, "taking checksums", lambda client: self._ask(client, sample[client.url]))
-        checked = 0
-        for url, found in answers.items():
-            engine = self._engines[url]
-            for rank, names in enumerate(sent.get(_kind(engine), [])):
-                wrong = [
-                    f"{name} (it has {found[rank].get(name)}, sent was {value})"
-                    for name, value in names.items()
-                    if found[rank].get(name) != value
-                ]
-                if wrong:
-                    raise self._failure(version, f"{engine.label(rank)} does not hold what was sent: {shown(wrong)}")
-                checked += len(names)
-        self._mark = {
-            url: [{name: rank[name] for name in sample[url][:2]} for rank in found]
-            for url, found in answers.items() if sample[url]
-        }  # fmt: skip
-        return checked
-
-    def _ask(self, client: SGLangClient, sample: Sequence[str]) -> list[Checksums]:
-        """[engine rank] checksums of the sampled parameters."""
-        if not sample:
-            return []
-        parameters = sorted(self._engines[client.url].parameters)
-        answer = client.weights_checker("checksum", skip=skipped(parameters, sample))
-        return [{name: rank.get(name, "none") for name in sample} for rank in rank_checksums(answer)]
+        answers = self._guarded(version, "taking checksums", proof.ask)
+        wrong = proof.differing(answers)
+        if wrong:
+            raise self._failure(version, wrong)
+        self._prover.remember(proof, answers)
+        return proof.num_checked
 
     def _checksums(self, version: int) -> dict[str, list[Checksums]]:
         """URL -> [engine rank] checksums of all parameters."""
@@ -410,7 +387,3 @@ class WeightSync:
         return WeightSyncError(
             f"weight sync to version {version} failed, {', '.join(self.urls)} stay paused: {message}"
         )
-
-
-def _kind(engine: Engine) -> tuple:
-    return len(engine.ranks), engine.info.get("ep_size", 1), engine.on_gpu, tuple(engine.layout)

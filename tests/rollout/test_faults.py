@@ -10,7 +10,7 @@ from fake_server import FakeServer, good, slow
 from gspo_megatron.config import ConfigError, RolloutConfig
 from gspo_megatron.rollout import collector as collector_module
 from gspo_megatron.rollout.collector import Collector
-from gspo_megatron.rollout.errors import RolloutError
+from gspo_megatron.rollout.errors import RolloutError, ServerError
 from gspo_megatron.rollout.pool import RetryPolicy
 from gspo_megatron.types import Prompt
 
@@ -185,3 +185,54 @@ def test_servers_of_different_models_are_refused():
     with FakeServer(model_type="qwen3_moe") as first, FakeServer(model_type="qwen3") as second:
         with pytest.raises(ConfigError, match=f"{first.url} has model_type qwen3_moe and {second.url} has qwen3"):
             collect([first, second])
+
+
+def recovering(servers, recover, **settings):
+    config = RolloutConfig(samples_per_prompt=2, max_response_tokens=2, request_timeout_s=10.0, **settings)
+    options = {"stop_token_ids": [2], "vocab_size": 50, "policy": POLICY, "score": lambda p, completions: [0.0] * 2}
+    collector = Collector(config, [server.url for server in servers], **options)
+    return collector, lambda: collector.collect(PROMPTS, 1, lambda lost: recover(collector, lost))
+
+
+def test_a_server_that_was_started_anew_gets_no_requests_until_it_has_the_weights():
+    versions = {"version": "1"}
+
+    def generate(body):
+        if body["input_ids"] == [1, 2, 6]:  # the fourth prompt: the server is another one by now, once
+            versions["version"] = versions.pop("next", "default")
+        return good(body, versions["version"])
+
+    def recover(collector, lost):
+        calls.append(str(lost))
+        versions["version"] = versions["next"] = "1"
+        collector.serve_from([server.url])
+
+    calls = []
+    with FakeServer(generate) as server:
+        _, collect_all = recovering([server], recover, concurrency=2)
+        assert_complete(collect_all())
+        asked = [body["input_ids"][2] for body in server.requests]
+    assert len(calls) == 1 and "weight version default: it has not got this run's weights" in calls[0]
+    # what had been answered is not asked again
+    assert asked == [3, 4, 5, 6, 6, 7, 8, 9, 10]
+
+
+def test_a_server_with_old_weights_is_not_asked_while_another_has_the_new_ones():
+    with FakeServer() as stale, FakeServer() as current:
+        collector, collect_all = recovering([stale, current], lambda collector, lost: pytest.fail(str(lost)))
+        collector.serve_from([current.url])
+        assert_complete(collect_all())
+        assert not stale.requests
+        collector.serve_from([stale.url, current.url])
+        assert_complete(collect_all())
+        assert stale.requests
+
+
+def test_a_recovery_that_fails_ends_the_collection_with_its_words():
+    def recover(collector, lost):
+        raise ServerError("no more restarts")
+
+    with FakeServer(failing(500, {"error": "broken"})) as server:
+        _, collect_all = recovering([server], recover)
+        with pytest.raises(ServerError, match="no more restarts"):
+            collect_all()

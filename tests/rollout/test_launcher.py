@@ -111,19 +111,27 @@ def test_a_killed_trainer_leaves_no_process(tmp_path, program, end):
     assert "is gone" in (tmp_path / "server_0.log").read_text()
 
 
-def test_a_killed_supervisor_is_noticed_and_stop_ends_the_rest(tmp_path, monkeypatch):
+def test_a_killed_supervisor_is_noticed_the_server_started_again_and_all_stopped(tmp_path, monkeypatch):
     use_program(monkeypatch, FAMILY + "time.sleep(300)")
-    servers = launch_servers(LaunchConfig(device="cpu", count=2), tmp_path, "fp32", tmp_path, seed=1, stop_grace_s=1)
-    monkeypatch.setattr(servers, "_wait_until_ready", lambda: None)
+    launch = LaunchConfig(device="cpu", count=2, restarts=1)
+    servers = launch_servers(launch, tmp_path, "fp32", tmp_path, seed=1, stop_grace_s=1)
+    monkeypatch.setattr(servers, "_wait_until_ready", lambda servers: None)
     with servers:
         groups, url = _groups(servers), servers.urls[1]
         assert wait_until(lambda: all(len(group_members(group)) == 3 for group in groups))
-        servers.check()
+        servers.revive()
+        assert _groups(servers) == groups
         os.kill(groups[1], signal.SIGKILL)
         assert wait_until(servers._servers[1].ended)
-        with pytest.raises(ServerError, match=f"{url} ended by itself"):
-            servers.check()
-    assert wait_until(lambda: not any(group_members(group) for group in groups))
+        servers.revive()
+        again = _groups(servers)
+        assert again[0] == groups[0] and again[1] != groups[1] and servers.urls[1] == url
+        assert wait_until(lambda: len(group_members(again[1])) == 3 and not group_members(groups[1]))
+        os.kill(again[1], signal.SIGKILL)
+        assert wait_until(servers._servers[1].ended)
+        with pytest.raises(ServerError, match=f"{url} ended by itself, for the last time that .*restarts = 1 allows"):
+            servers.revive()
+    assert wait_until(lambda: not any(group_members(group) for group in groups + again))
 
 
 def test_command_of_a_cpu_server_and_its_overrides():

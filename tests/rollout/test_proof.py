@@ -37,8 +37,8 @@ def test_checksums_do_not_depend_on_the_order_in_which_tensors_come(order):
     padded = torch.zeros(5, 4)
     padded[:4, :3] = b[:, 3:]
     assert expected.checksums() == [
-        {"ab": checksum(a[:2], b[:2]), "b": checksum(b[:, :3], torch.zeros(2))},
-        {"ab": checksum(a[2:], b[2:]), "b": checksum(padded, torch.zeros(2))},
+        {"ab": (checksum(a[:2], b[:2]),), "b": (checksum(b[:, :3], torch.zeros(2)),)},
+        {"ab": (checksum(a[2:], b[2:]),), "b": (checksum(padded, torch.zeros(2)),)},
     ]
     assert not expected.needed and not expected._held
 
@@ -47,6 +47,17 @@ def test_a_parameter_whose_tensors_did_not_all_come_has_no_checksum():
     expected = Expected(LAYOUT, LAYOUT, DTYPES, on_gpu=False)
     expected.add([("b", TENSORS["b"])])
     assert [set(rank) for rank in expected.checksums()] == [{"b"}, {"b"}]
+
+
+def test_an_engine_may_hold_in_fp32_what_was_sent_in_bf16_and_not_the_other_way_round():
+    layout = {"router": [[Piece("router", (0, 0), (4, 6))]]}
+    sent = TENSORS["a"].bfloat16() / 3
+    narrow = Expected(layout, layout, {"router": torch.bfloat16}, on_gpu=False)
+    narrow.add([("router", sent)])
+    assert narrow.checksums() == [{"router": (checksum(sent.view(torch.int16)), checksum(sent.float()))}]
+    wide = Expected(layout, layout, {"router": torch.float32}, on_gpu=False)
+    wide.add([("router", TENSORS["a"] / 3)])
+    assert wide.checksums() == [{"router": (checksum(TENSORS["a"] / 3),)}]
 
 
 def test_all_parameters_have_their_turn():

@@ -1,6 +1,9 @@
 """Every transport brings whole weights to real servers: dense and MoE, on one engine rank and on two."""
 
 import contextlib
+import os
+import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 
 from gspo_megatron.config import ConfigError, LaunchConfig, RolloutConfig, WeightsConfig
 from gspo_megatron.rollout.collector import Collector
+from gspo_megatron.rollout.errors import WeightSyncError
 from gspo_megatron.rollout.launcher import launch_servers
 from gspo_megatron.rollout.weight_sync import WeightSync
 from gspo_megatron.types import Prompt
@@ -22,7 +26,7 @@ from gspo_megatron.weights.hf_files import read_hf_config
 PROMPTS = [Prompt(index, tuple(range(10 + index, 16 + index))) for index in range(2)]
 LAUNCHED = {"dense, 1 rank": ("qwen3", 1), "dense, 2 ranks": ("qwen3", 2), "moe, 2 ranks": ("qwen3_moe", 2)}
 ENGINES = ["moe, 1 rank", *LAUNCHED]
-TRANSPORTS = ["tensor", "distributed", "disk"]
+TRANSPORTS = ["tensor", "distributed", "disk", "delta"]
 
 
 @dataclass
@@ -32,6 +36,8 @@ class Engine:
     """What it was started with."""
     other_dir: Path
     """Other weights of the same model."""
+    process: int = 0
+    """Leader of its process group."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,7 @@ def launched(tmp_path_factory):
             stack.callback(server.stop)
         list(threads.map(lambda server: server.start(), servers))
         yield {
-            name: Engine(server.urls[0], models / family, models / f"other_{family}")
+            name: Engine(server.urls[0], models / family, models / f"other_{family}", server._servers[0].process.pid)
             for (name, (family, _)), server in zip(LAUNCHED.items(), servers, strict=True)
         }
 
@@ -75,12 +81,12 @@ def sync_to(tmp_path):
     """Makes a WeightSync to an engine; all are closed at the end."""
     made = []
 
-    def make(engine: Engine, transport: str, **settings) -> WeightSync:
+    def make(engine: Engine, transport: str, *more: Engine, **settings) -> WeightSync:
         settings = {"bucket_mib": 0.25, "timeout_s": 60.0, **settings}
         family = FAMILIES[read_hf_config(engine.model_dir)["architectures"][0]]
         sync = WeightSync(
             WeightsConfig(transport=transport, **settings),
-            [engine.url],
+            [engine.url, *(each.url for each in more)],
             backend="gloo",
             expected=specs(tensors_of(engine.other_dir)),
             engine_name=family.engine_name,
@@ -135,3 +141,66 @@ def test_memory_is_handed_over_on_one_machine_only(sync_to, launched):
     sync = sync_to(far, "tensor")
     with pytest.raises(ConfigError, match=r"weights.transport: tensor: http://another.example:30000 is not on this"):
         sync._connect_transport()
+
+
+def is_paused(url: str) -> bool:
+    try:
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
+        httpx.post(f"{url}/generate", json=body, timeout=2.0, trust_env=False)
+    except httpx.ReadTimeout:
+        return True
+    return False
+
+
+def test_a_full_disk_is_an_error_that_keeps_the_version_before(launched, sync_to, tmp_path):
+    engine = launched["dense, 2 ranks"]
+    sync = sync_to(engine, "disk")
+    sync.run(tensors_of(engine.other_dir).items(), version=1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # stands for the disk
+    try:
+        with pytest.raises(WeightSyncError, match=rf"version 2 failed, {engine.url} stay paused: .*File too large"):
+            sync.run(tensors_of(engine.model_dir).items(), version=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_1"]
+    assert is_paused(engine.url)
+    sync.run(tensors_of(engine.model_dir).items(), version=3)
+    assert_serves(engine, engine.model_dir, 3)
+    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["version_3"]
+
+
+@pytest.mark.parametrize("dies", ["between syncs", "in a sync"])
+def test_a_server_that_dies(launched, sync_to, dies):
+    """The last test of this file: it ends two of the servers, which cut the same model in two ways."""
+    victim = launched["dense, 1 rank" if dies == "between syncs" else "moe, 2 ranks"]
+    other = launched["dense, 2 ranks"] if dies == "between syncs" else None
+    lines = []
+    sync = sync_to(victim, "distributed", *([other] if other else []), timeout_s=20.0)
+    sync._report = lines.append
+    new = tensors_of(victim.other_dir)
+    sync.run(new.items(), version=5)
+    if other:
+        assert_serves(victim, victim.other_dir, 5)
+        assert_serves(other, victim.other_dir, 5)
+        os.killpg(victim.process, signal.SIGKILL)
+        report = sync.run(tensors_of(victim.model_dir).items(), version=6)
+        assert sync.urls == [other.url] and report.checked == sum(map(len, sync._engines[other.url].ranks))
+        assert any(f"{victim.url} is left out of weight version 6" in line for line in lines)
+        assert_serves(other, victim.model_dir, 6)
+        return
+    send, sent = sync._transport.send_bucket, []
+
+    def send_until_death(bucket):
+        sent.append(bucket)
+        if len(sent) == 2:
+            os.killpg(victim.process, signal.SIGKILL)
+        send(bucket)
+
+    sync._transport.send_bucket = send_until_death
+    with pytest.raises(WeightSyncError, match=rf"version 6 failed, {victim.url} stay paused: bucket 1 \("):
+        sync.run(tensors_of(victim.model_dir).items(), version=6)
+    with pytest.raises(WeightSyncError, match=rf"version 7: no server answers: {victim.url}/server_info: no answer"):
+        sync.run(new.items(), version=7)

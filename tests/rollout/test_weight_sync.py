@@ -1,6 +1,8 @@
 """Weight updates of the real server over gloo: whole, checked, and recoverable."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -41,17 +43,19 @@ def tensors(other_model):
 
 
 @pytest.fixture
-def sync_to(fresh_sglang_server, tensors):
+def sync_to(fresh_sglang_server, tensors, tmp_path):
     """Makes a WeightSync to the shared server; all are closed at the end."""
     made = []
 
-    def make(expected=None, bucket_mib=0.25, names=engine_name) -> WeightSync:
+    def make(expected=None, bucket_mib=0.25, names=engine_name, model_dir="", **settings) -> WeightSync:
         sync = WeightSync(
-            WeightsConfig(bucket_mib=bucket_mib, timeout_s=60),
+            WeightsConfig(bucket_mib=bucket_mib, timeout_s=60, **settings),
             [fresh_sglang_server[0]],
             backend="gloo",
             expected=specs(tensors) if expected is None else expected,
             engine_name=names,
+            model_dir=model_dir,
+            directory=tmp_path / "weights",
         )
         made.append(sync)
         return sync
@@ -131,7 +135,6 @@ def test_a_damaged_sync_leaves_the_engine_paused_and_a_good_one_recovers(
         sync.run(damaged(tensors, how).items(), version=4)
     assert is_paused(url)
     sync.run(tensors.items(), version=5)
-    assert not is_paused(url)
     assert_serves(url, other_model, 5)
 
 
@@ -237,3 +240,98 @@ def test_the_trainers_own_group_has_no_part_in_it(fresh_sglang_server, other_mod
     finally:
         torch.distributed.destroy_process_group()
     assert_serves(url, other_model, 13)
+
+
+def test_an_engine_of_another_model_is_refused_when_connecting(
+    fresh_sglang_server, other_model, tensors, sync_to, tmp_path
+):
+    url, _ = fresh_sglang_server
+    dense = make_tiny_model("qwen3", tmp_path / "dense")
+    with pytest.raises(ConfigError, match=rf"{url} serves Qwen3MoeForCausalLM and model.hf is Qwen3ForCausalLM"):
+        sync_to(model_dir=dense).connect()
+    bf16 = {name: (torch.bfloat16, shape) for name, (_, shape) in specs(tensors).items()}
+    with pytest.raises(ConfigError, match=rf"{url} holds its weights as float32 and the trainer sends bfloat16"):
+        sync_to(expected=bf16, model_dir=other_model).connect()
+    larger = make_tiny_model("qwen3_moe", tmp_path / "larger", overrides={"vocab_size": 576})
+    with pytest.raises(ConfigError, match=rf"{url} serves .* with a vocabulary of 512, model.hf has 576"):
+        sync_to(model_dir=larger).connect()
+    # and where its files are not to be seen from here, it refuses the tensor itself
+    wide = load_file(larger / "model.safetensors")
+    with pytest.raises(WeightSyncError, match=r"bucket \d+ \((.|\n)*(576|org_vocab_size)"):
+        sync_to(expected=specs(wide)).run(wide.items(), version=20)
+    assert is_paused(url)
+
+
+def flipping(sync, index):
+    """Have a bit of one bucket change on its way."""
+    send, sent = sync._transport.send_bucket, []
+
+    def flip(bucket):
+        sent.append(bucket)
+        if len(sent) == index:
+            bucket.flat[-1] ^= 1
+        send(bucket)
+
+    sync._transport.send_bucket = flip
+
+
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+def test_one_flipped_bit_in_one_bucket_is_found(fresh_sglang_server, other_model, tensors, sync_to, transport):
+    url, _ = fresh_sglang_server
+    sync = sync_to(model_dir=other_model, transport=transport)
+    flipping(sync, 2)
+    words = rf"version 21 failed, {url} stay paused: {url} rank 0 of 1 does not hold what was sent: \S+ \(it has"
+    with pytest.raises(WeightSyncError, match=words):
+        sync.run(tensors.items(), version=21)
+    assert is_paused(url)
+    # after a failure everything is proven again
+    assert sync.run(tensors.items(), version=22).checked == 21
+    assert_serves(url, other_model, 22)
+
+
+def test_an_engine_that_somebody_else_writes_to_is_noticed(fresh_sglang_server, other_model, tensors, sync_to):
+    url, model_dir = fresh_sglang_server
+    first = sync_to(model_dir=other_model)
+    first.run(tensors.items(), version=23)
+    first.check_unchanged()
+    # another run, which happens to be at the same step
+    sync_to(model_dir=other_model).run(load_file(model_dir / "model.safetensors").items(), version=23)
+    with pytest.raises(WeightSyncError, match=rf"{url} no longer holds what .* version 23: .* and other \S+weight"):
+        first.check_unchanged()
+    sync_to().run(tensors.items(), version=24)
+    with pytest.raises(WeightSyncError, match=rf"{url} no longer holds .* version 23: it reports version 24"):
+        first.check_unchanged()
+    with pytest.raises(WeightSyncError, match=rf"{url} reports weight version 24, this run sent 23; does another run"):
+        first.run(tensors.items(), version=25)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_every_way_of_pausing_lets_generation_go_on_with_the_new_weights(
+    fresh_sglang_server, other_model, tensors, sync_to, mode
+):
+    url, _ = fresh_sglang_server
+    sync_to(model_dir=other_model, pause=mode).run(tensors.items(), version=26)
+    assert_serves(url, other_model, 26)
+
+
+def test_requests_that_keep_their_old_cache_are_an_error(fresh_sglang_server, other_model, tensors, sync_to):
+    """Somebody else's request runs while a sync begins: in_place would go on with keys of the old weights."""
+    url, _ = fresh_sglang_server
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3900, "ignore_eos": True}, "stream": True}
+    started = threading.Event()
+
+    def generate():
+        with httpx.stream("POST", f"{url}/generate", json=body, timeout=120, trust_env=False) as response:
+            for _ in response.iter_lines():
+                started.set()
+
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as client, ThreadPoolExecutor() as threads:
+        running = threads.submit(generate)
+        assert started.wait(60)
+        try:
+            with pytest.raises(WeightSyncError, match=r"flushing the cache: .*weights.pause=in_place keeps the caches"):
+                sync_to(model_dir=other_model, pause="in_place").run(tensors.items(), version=27)
+            assert sync_to(model_dir=other_model, pause="retract").run(tensors.items(), version=28).checked
+        finally:
+            client.post("/abort_request", json={"abort_all": True})
+            running.result()

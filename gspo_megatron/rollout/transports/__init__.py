@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from gspo_megatron.rollout.transports.base import Bucket, Setting, WeightTransport
+from gspo_megatron.rollout.transports.delta import DeltaTransport
 from gspo_megatron.rollout.transports.disk import DiskTransport
 from gspo_megatron.rollout.transports.distributed import DistributedTransport
 from gspo_megatron.rollout.transports.tensor import TensorTransport
@@ -13,5 +14,6 @@ TRANSPORTS: dict[str, Callable[[Setting], WeightTransport | DiskTransport]] = {
     "distributed": DistributedTransport,
     "tensor": TensorTransport,
     "disk": DiskTransport,
+    "delta": DeltaTransport,
 }
 """`weights.transport` -> class."""

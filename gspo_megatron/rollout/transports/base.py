@@ -9,12 +9,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from gspo_megatron.config import ConfigError, WeightsConfig
+from gspo_megatron.config import LOCAL_HOSTS, ConfigError, WeightsConfig
 from gspo_megatron.rollout.client import SGLangClient
 from gspo_megatron.rollout.errors import RequestError
 from gspo_megatron.rollout.parallel import run_all
 
-LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 CLOSE_TIMEOUT_S = 10.0
 GRACE_S = 5.0
 """The threads' bound is this much above the bound of what they call, so that the more telling error comes first."""

@@ -12,7 +12,7 @@ from gspo_megatron.rollout.errors import RequestError
 from gspo_megatron.rollout.transports.base import Setting, on_all
 from gspo_megatron.weights.hf_writer import Writers, remove_half_written, write_hf_checkpoint
 
-FILE_TRANSPORTS = frozenset({"disk"})
+FILE_TRANSPORTS = frozenset({"disk", "delta"})
 """Names in `weights.transport` for which all trainer ranks write a weight version before the servers load it."""
 _VERSION = re.compile(r"version_\d+")
 
@@ -44,6 +44,13 @@ def write_version(
     return write_hf_checkpoint(tensors, target, model_dir, writers=writers, shapes=shapes, durable=False)
 
 
+def remove_versions(kept: Path) -> None:
+    """Remove the other weight versions beside this one."""
+    for path in kept.parent.iterdir():
+        if _VERSION.fullmatch(path.name) and path != kept:
+            shutil.rmtree(path)
+
+
 class DiskTransport:
     """`/update_weights_from_disk` of one directory, at all servers at once. The newest version stays on the disk."""
 
@@ -51,12 +58,20 @@ class DiskTransport:
         self._clients, self._timeout_s = setting.clients, setting.config.timeout_s
         self.directory, self.model_dir = setting.directory, setting.model_dir
         self.connected = False
+        self.moved_bytes = 0
+        """What went through the disk for the last version."""
 
     def connect(self) -> None:
         self.connected = True
 
     def load(self, directory: Path, version: int) -> None:
         """Have all servers load a whole checkpoint, then remove older versions. Raises RequestError."""
+        self.load_everywhere(directory)
+        self.moved_bytes = sum(path.stat().st_size for path in directory.iterdir())
+        remove_versions(directory)
+
+    def load_everywhere(self, directory: Path) -> None:
+        """`/update_weights_from_disk` at all servers. Raises RequestError."""
 
         def call(client: SGLangClient) -> None:
             try:
@@ -68,9 +83,6 @@ class DiskTransport:
                 raise RequestError(error.url, error.endpoint, error.status, f"{error.message} ({hint})") from error
 
         on_all(self._clients, self._timeout_s, "loading weights from disk", call)
-        for path in directory.parent.iterdir():
-            if _VERSION.fullmatch(path.name) and path != directory:
-                shutil.rmtree(path)
 
     def close(self) -> None:
         self.connected = False
