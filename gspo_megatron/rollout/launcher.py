@@ -20,6 +20,8 @@ HOST = "127.0.0.1"
 POLL_S = 0.5
 REPORT_EVERY_S = 15.0
 LOG_TAIL_LINES = 25
+HUNG_S = 60.0
+"""A server that has not answered for as long, in seconds, is as good as dead; a busy one may take some."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 CPU_FLAGS: dict[str, Any] = {
@@ -140,16 +142,19 @@ class ServerProcesses:
                 self._start_again(server, "ended by itself")
 
     def revive_and_wait(self, urls: Collection[str]) -> None:
-        """Have these servers answer: those that don't are started again, whether they ended or hang.
+        """Have these servers answer: those that don't are started again, when they ended, or hang for a minute.
 
         Raises ServerError as `revive` does, and where one does not answer in time.
         """
-        servers = [server for server in self._servers if server.url in urls]
+        servers, patience = [server for server in self._servers if server.url in urls], time.monotonic() + HUNG_S
         for server in servers:
-            if server.ended():
-                self._start_again(server, "ended by itself")
-            elif server not in self._starting and not self._answers(server):
-                self._start_again(server, "does not answer")
+            while server not in self._starting and not self._answers(server):
+                if server.ended():
+                    self._start_again(server, "ended by itself")
+                elif time.monotonic() > patience:
+                    self._start_again(server, "does not answer")
+                else:
+                    time.sleep(POLL_S)
         self._wait_until_ready(servers)
 
     def _start_again(self, server: _Server, why: str) -> None:

@@ -60,8 +60,8 @@ def test_a_server_that_dies_in_a_step_is_started_again_and_gets_the_weights_befo
         ),
     )  # fmt: skip
     assert finished.returncode == 0, finished.stdout[-4000:]
-    assert "step 1: no SGLang server has the current weights" in finished.stdout
-    assert "is started again" in finished.stdout
+    # most likely with prompts of the step still to be answered; at the latest before the next sync
+    assert finished.stdout.count("is started again") == 1
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == [line["rollout/weight_version"] for line in lines] == [0, 1, 2]
     # the policy has moved by then: the weights that the server started with would be far off
