@@ -52,6 +52,13 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, latent)
 
 
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, type]:
+        """What 0.19 builds: the submodules as they are. By itself it would put a norm before the query projection where
+        queries have no latent, which no model here has (`transformer/mla_qk_norm_config.py`)."""
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
 def latent_attention_spec() -> ModuleSpec:
     """Stands where the local spec has its own multi-latent attention."""
     # 0.16.1 tests its layers against a mock of Transformer Engine's linear layer, which is no class.
