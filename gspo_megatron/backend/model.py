@@ -11,6 +11,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.enums import LayerType
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -102,13 +103,13 @@ def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleS
     if on_gpu and HAVE_TRANSFORMER_ENGINE:
         spec = get_gpt_layer_with_transformer_engine_spec(**arguments)
     else:
-        spec = _with_our_modules(get_gpt_layer_local_spec(**arguments, normalization=config.normalization), config)
+        spec = _with_our_modules(get_gpt_layer_local_spec(**arguments, normalization=config.normalization), config, is_moe)
     if is_moe and config.moe_router_group_topk and config.moe_router_score_function == "softmax":
         set_router(spec, BestOfGroupRouter)
     return spec
 
 
-def _with_our_modules(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+def _with_our_modules(spec: ModuleSpec, config: TransformerConfig, is_moe: bool) -> ModuleSpec:
     """The local layer spec with attention and norms that know packed sequences, context and sequence parallelism."""
     attention = spec.submodules.self_attention.submodules
     if config.multi_latent_attention:
@@ -118,7 +119,20 @@ def _with_our_modules(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    if is_moe and config.add_bias_linear:
+        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
     return spec
+
+
+class ExpertOutput(RowParallelLinear):
+    """An expert's second layer with a bias, which Megatron's MLP adds to the output in place (`transformer/mlp.py`).
+
+    Autograd refuses that on what a reduction over a single rank hands through; a copy it allows.
+    """
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 def block_spec(config: TransformerConfig, on_gpu: bool, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -1,5 +1,6 @@
 """How far two traces are apart, each quantity in the measure in which it is judged."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -38,6 +39,12 @@ def norm(tensors: dict[str, Tensor]) -> float:
     return sum(float(tensor.double().square().sum()) for tensor in tensors.values()) ** 0.5
 
 
+def ratio(difference: Tensor, change: Tensor) -> float:
+    """Of their norms; of a tensor that does not change, which must not differ, 0 or infinity."""
+    distance, size = float(difference.norm()), float(change.norm())
+    return distance / size if size else (math.inf if distance else 0.0)
+
+
 def compare(case: Case, trace, expected) -> Differences:
     gradients = []
     for found, wanted in zip(trace.gradients, expected.gradients, strict=True):
@@ -48,8 +55,7 @@ def compare(case: Case, trace, expected) -> Differences:
             gradients.append((distance / max(float(tensor.double().norm()), floor), name))
     worst_gradient = max(gradients)
     parameters = max(
-        float((trace.final[name].double() - tensor.double()).norm())
-        / float((tensor.double() - expected.initial[name].double()).norm())
+        ratio(trace.final[name].double() - tensor.double(), tensor.double() - expected.initial[name].double())
         for name, tensor in expected.final.items()
     )
     metrics = max(

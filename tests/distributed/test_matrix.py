@@ -9,6 +9,8 @@ from tests.distributed.compare import Differences
 
 LOG_PROBS = 1e-5
 """Nats, absolute."""
+LOG_PROBS_OF = {"deepseek_v2": 2e-5}
+"""Its routed experts' outputs, and their rounding with them, are scaled by 2.5: 4e-6 to 9.5e-6 over four random models."""
 RELATIVE = 1e-5
 """Of losses and gradients."""
 PARAMETERS = 1e-3
@@ -19,7 +21,7 @@ rounding alone (6e-8 of its size) is up to 1e-3 of the change; a gradient that i
 def faults(found: Differences) -> list[str]:
     """What of one case is beyond its bound."""
     bounds = {
-        "log_probs": LOG_PROBS, "loss": RELATIVE, "gradient": RELATIVE, "grad_norm": RELATIVE,
+        "log_probs": LOG_PROBS_OF.get(found.case.family, LOG_PROBS), "loss": RELATIVE, "gradient": RELATIVE, "grad_norm": RELATIVE,
         "parameters": PARAMETERS, "metrics": 1e-4, "replicas": 0.0,
     }  # fmt: skip
     return [

@@ -115,7 +115,10 @@ def _record_gradients(policy: Policy) -> list[dict[str, Tensor]]:
                 for bucket in group.buckets:
                     own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                     dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
-        gradients = {name: param.main_grad for name, param in policy.params.items()}
+        gradients = {
+            name: getattr(param, "main_grad", torch.zeros_like(param))  # a router's selection bias has none
+            for name, param in policy.params.items()
+        }
         plan = policy.reshard_plan(dtype=torch.float32)
         tensors = export_hf_tensors(gradients, plan, None, policy.mesh.device)
         recorded.append({name: tensor.clone() for name, tensor in tensors})
