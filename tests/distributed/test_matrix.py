@@ -20,9 +20,10 @@ rounding alone (6e-8 of its size) is up to 1e-3 of the change; a gradient that i
 
 def faults(found: Differences) -> list[str]:
     """What of one case is beyond its bound."""
+    log_probs = LOG_PROBS_OF.get(found.case.family, LOG_PROBS)
     bounds = {
-        "log_probs": LOG_PROBS_OF.get(found.case.family, LOG_PROBS), "loss": RELATIVE, "gradient": RELATIVE, "grad_norm": RELATIVE,
-        "parameters": PARAMETERS, "metrics": 1e-4, "replicas": 0.0,
+        "log_probs": log_probs, "loss": RELATIVE, "gradient": RELATIVE, "grad_norm": RELATIVE, "parameters": PARAMETERS,
+        "metrics": 1e-4, "replicas": 0.0,
     }  # fmt: skip
     return [
         f"{found.case.name}: {name} {getattr(found, name):.2e} is above {bound:g} "
