@@ -91,6 +91,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "health.max_clip_fraction": within(0, 1),
     "health.max_log_ratio_std": at_least(0),
     "health.max_token_log_ratio_std": at_least(0),
+    "health.max_grad_norm": at_least(0),
     "health.max_logprob_gap": at_least(0),
     "health.max_zero_std": within(0, 1),
     "health.max_truncated": within(0, 1),

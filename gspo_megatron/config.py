@@ -258,6 +258,8 @@ class HealthConfig:
     1e-3, those of two tokens reach 0.1."""
     max_token_log_ratio_std: float = 1.0
     """Alarm `token_log_ratio`: gspo/token_log_ratio_std above this, in nats (tokens, log r)."""
+    max_grad_norm: float = 100.0
+    """Alarm `grad_norm`: grad_norm, the mean over a step's updates before clipping, above this."""
     max_logprob_gap: float = 0.1
     """Alarm `logprob_gap`: rollout/logprob_gap_mean above this, in nats per token; rollout.max_logprob_gap stops."""
     max_zero_std: float = 0.9

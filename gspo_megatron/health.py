@@ -48,6 +48,11 @@ ALARMS = {
         "gspo/token_log_ratio_std", "max_token_log_ratio_std",
         "single tokens move far within one step; lower optimizer.lr",
     ),
+    "grad_norm": Alarm(
+        "grad_norm", "max_grad_norm",
+        "a few sequences decide where an update goes, cut to optimizer.clip_grad; look at gspo/ratio_max, lower "
+        "optimizer.lr if it comes again",
+    ),
     "logprob_gap": Alarm(
         "rollout/logprob_gap_mean", "max_logprob_gap",
         "the servers drift from the policy; compare types and kernels of both sides",

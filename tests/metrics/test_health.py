@@ -14,7 +14,7 @@ from gspo_megatron.types import from_lists
 
 HEALTHY = {
     "moe/expert_change_last": 0.1, "moe/load_imbalance": 3.0, "gspo/ess": 0.99, "gspo/clip_fraction_sequences": 0.5,
-    "gspo/log_ratio_std": 0.001, "gspo/token_log_ratio_std": 0.1, "rollout/logprob_gap_mean": 0.01,
+    "gspo/log_ratio_std": 0.001, "gspo/token_log_ratio_std": 0.1, "grad_norm": 3.0, "rollout/logprob_gap_mean": 0.01,
     "rollout/zero_std_fraction": 0.3, "rollout/truncated_fraction": 0.1,
 }  # fmt: skip
 
