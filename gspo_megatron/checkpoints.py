@@ -137,6 +137,7 @@ def finish(partial: Path, saved: SavedRun, keep: CheckpointConfig) -> int:
     _write_json(partial / MANIFEST, {**values, "files": files})
     if final.exists():  # of a run that was killed after it, or whose last checkpoints were damaged
         shutil.rmtree(final)
+    _sync_directory(partial)
     partial.rename(final)
     _write_json(root / LATEST, {"checkpoint": final.name})
     _sync_directory(root)

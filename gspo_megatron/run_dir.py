@@ -87,7 +87,7 @@ def _why_not_started_again(config: Config, directory: Path) -> str:
         return " with checkpoints"
     try:
         earlier = load_config(directory / "config.yaml")
-    except (OSError, ConfigError):
+    except (OSError, ValueError):
         return " of an unknown configuration (config.yaml can't be read)"
     metrics = directory / "metrics.jsonl"
     num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0

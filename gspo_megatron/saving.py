@@ -75,7 +75,8 @@ class Saver:
         checkpoint = self.config.checkpoint
         stop = checkpoint.save and self._mesh.any_rank(stop, "whether a rank was asked to stop")
         if self._under_way and not self._mesh.any_rank(not self._under_way.pending.is_written, "a checkpoint's files"):
-            self._complete()
+            with self._timed("time/checkpoint_s"):
+                self._complete()
         if self.config.export.hf_every and step % self.config.export.hf_every == 0:
             self._export(f"hf_step_{step}")  # before the checkpoint: a run killed in between makes it again
             self._remove_exports(step)

@@ -51,18 +51,28 @@ def open_policy(layout: dict, model: str, dtype: str) -> tuple[Policy, Mesh]:
     return Policy(Config(model=ModelConfig(model), parallel=parallel, train=train, optimizer=OPTIMIZER), mesh), mesh
 
 
+def move_expert_biases(policy: Policy, by: float) -> None:
+    """Buffers, which no optimizer update moves."""
+    with torch.no_grad():
+        for name, value in policy.params.items():
+            if name.endswith("expert_bias"):
+                value.add_(by)
+
+
 def save_and_go_on(layout: dict, model: str, directory: str, dtype: str, in_background: bool) -> dict:
     policy, mesh = open_policy(layout, model, dtype)
     go_on(policy, mesh, [1, 2])
     if mesh.rank == 0:
         Path(directory).mkdir()
     mesh.barrier("the directory")
+    move_expert_biases(policy, 0.5)  # else they would be those of the model that the other run starts from
     if in_background:
         pending = policy.begin_save(Path(directory))
     else:
         policy.save(Path(directory))
     result = go_on(policy, mesh, [3, 4])
     if in_background:  # only now: what is written must be what was there when it was saved
+        move_expert_biases(policy, 0.25)
         pending.start()
         pending.finish(60)
     mesh.close()

@@ -14,15 +14,16 @@ CASES = {
     "fp32, tensor": ("qwen3_moe", "fp32", {"tensor": 2}, [SAME, ({"pipeline": 2, "virtual_pipeline": 2}, 2)]),
     "bf16, expert": ("qwen3_moe", "bf16", {"expert": 2}, [SAME, ({"tensor": 2, "expert": 2}, 2)]),
     "tied, pipeline": ("qwen3", "fp32", {"pipeline": 2}, [SAME, ONE_RANK]),
+    "bf16, expert bias": ("glm4_moe", "bf16", {"pipeline": 2, "virtual_pipeline": 2}, [SAME, ({"expert": 2}, 2)]),
     "one rank": ("qwen3_moe", "fp32", {}, [({"tensor": 2, "expert_tensor": 2}, 2)]),
 }
-IN_BACKGROUND = ("bf16, expert", "tied, pipeline")
+IN_BACKGROUND = ("bf16, expert", "bf16, expert bias", "tied, pipeline")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_save_and_load(case, tmp_path):
-    """Two of the cases train on before the files are written, as asynchronous saves do."""
+    """Some of the cases train on before the files are written, as asynchronous saves do."""
     family, dtype, layout, others = CASES[case]
     settings = SETTINGS | ({"tie_word_embeddings": True} if case.startswith("tied") else {})
     model = str(make_tiny_model(family, tmp_path / "model", 3, settings))

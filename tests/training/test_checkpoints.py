@@ -1,7 +1,9 @@
 """Which checkpoint a run goes on from, which are kept, and what may have changed since."""
 
 import json
+import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +68,45 @@ def test_killed_before_the_first_pointer(config):
     write(config, 3)
     (checkpoints_dir(config) / "latest.json").unlink()
     assert find_checkpoint(config).step == 3
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing of the program's own handles it."""
+
+
+def test_killed_at_any_operation_of_finishing(config, monkeypatch):
+    """A start then finds the one before or the new one, whole, and the next checkpoint is made as if nothing was."""
+    found = []
+    for last in range(100):
+        root = checkpoints_dir(config)
+        shutil.rmtree(root, ignore_errors=True)
+        write(config, 3, CheckpointConfig(keep=1))
+        calls = 0
+
+        def counted(operation, last=last):
+            def call(*args, **kwargs):
+                nonlocal calls
+                if calls == last:
+                    raise Killed
+                calls += 1
+                return operation(*args, **kwargs)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((Path, "rename"), (Path, "replace"), (shutil, "rmtree"), (os, "fsync")):
+                patch.setattr(owner, name, counted(getattr(owner, name)))
+            try:
+                write(config, 6, CheckpointConfig(keep=1))
+                killed = False
+            except Killed:
+                killed = True
+        found.append(find_checkpoint(config).step)
+        write(config, 9, CheckpointConfig(keep=1))
+        assert find_checkpoint(config).step == 9 and steps_in(root) == [9]
+        if not killed:
+            break
+    assert found == sorted(found) and set(found) == {3, 6} and len(found) >= 7
 
 
 DAMAGE = {
