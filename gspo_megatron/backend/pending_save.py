@@ -103,10 +103,18 @@ def _write_files(transforms: list, buckets: list, results: queue.Queue) -> None:
     for _ in threads:
         number, outcome = outcomes.get()
         if isinstance(outcome, Exception):
-            failed = outcome
+            failed = _first_cause(outcome)
         else:
             written[number] = outcome
     results.put(failed or dict(sorted(written.items())))
+
+
+def _first_cause(error: Exception) -> Exception:
+    """What the disk said, where torch's writer failed once more when it closed the file ("unexpected pos")."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
 
 
 def _write_file(transforms: list, number: int, bucket: tuple, outcomes: queue.Queue) -> None:
