@@ -137,7 +137,12 @@ def test_ended_before_its_first_checkpoint(run_of, whole, tmp_path):
     killed = start(arguments, log, held_files="step_3.partial")
     signal_when(killed, lambda: num_lines(run_dir / "metrics.jsonl") >= 2, signal.SIGKILL)
     killed = start(arguments, log, held_files="step_3.partial")
-    signal_when(killed, lambda: (run_dir / "checkpoints" / "step_3.partial").exists(), signal.SIGKILL)
+
+    def saving_again():  # not the one before, which may have been as far
+        started = (run_dir / "metrics.jsonl.1").exists() and num_lines(run_dir / "metrics.jsonl") >= 3
+        return started and (run_dir / "checkpoints" / "step_3.partial").exists()
+
+    signal_when(killed, saving_again, signal.SIGKILL)
     again = train_alone(arguments)
     assert again.returncode == 0, again.stdout[-4000:]
     assert "ended before its first checkpoint; starting again, what it left is in metrics.jsonl.2" in again.stdout
