@@ -21,7 +21,7 @@ def wrap_for_training(chunks: Sequence[nn.Module], config: Config) -> list[Distr
     ddp_config = DistributedDataParallelConfig(**{**settings, **config.megatron.ddp})
     wrapped = []
     for chunk in chunks:
-        _reduce_experts_over_their_replicas(chunk, config.parallel)
+        _mark_parameters(chunk, config.parallel)
         if config.train.dtype == "bf16":
             chunk = _half_precision(chunk)
         wrapped.append(DistributedDataParallel(megatron, ddp_config, chunk))
@@ -40,12 +40,13 @@ def _half_precision(chunk: nn.Module) -> nn.Module:
     return wrapped
 
 
-def _reduce_experts_over_their_replicas(model: nn.Module, parallel: ParallelConfig) -> None:
-    """Mark expert parameters as reduced over the expert-data group wherever that is not the dense one.
+def _mark_parameters(model: nn.Module, parallel: ParallelConfig) -> None:
+    """Say over which ranks gradients are summed and counted in the norm, where Megatron does not.
 
-    megatron-core 0.16.1 does so with expert parallelism only (`tensor_parallel/layers.py`, attribute `allreduce`). With
-    tensor > 1, expert 1 and expert_tensor 1 every tensor rank feeds a whole expert its part of the tokens, and without
-    this mark the ranks' gradients are never added up: experts drift apart without an error. 0.19 marks them itself.
+    Experts are reduced over the expert-data group wherever that is not the dense one. megatron-core 0.16.1 does so with
+    expert parallelism only (`tensor_parallel/layers.py`, attribute `allreduce`). With tensor > 1, expert 1 and
+    expert_tensor 1 every tensor rank feeds a whole expert its part of the tokens, and without this mark the ranks'
+    gradients are never added up: experts drift apart without an error. 0.19 marks them itself.
     """
     own_group = parallel.expert > 1 or parallel.expert_tensor != parallel.tensor
     for name, param in model.named_parameters():
@@ -55,6 +56,8 @@ def _reduce_experts_over_their_replicas(model: nn.Module, parallel: ParallelConf
             # Both versions take the bias of linear_fc2 for one that all tensor ranks hold alike: its gradients would be
             # added up over different experts, and all but rank 0's left out of the norm.
             param.sequence_parallel, param.tensor_model_parallel = False, True
+        elif name.endswith(".softmax_offset"):  # sinks, one a head
+            param.tensor_model_parallel = True
 
 
 def build_optimizer(
