@@ -206,6 +206,16 @@ def _build_chunk(
         temperature=config.rollout.temperature,
         with_entropy=config.regularizer.entropy != 0,
     )
+    if megatron.add_bias_linear:
+        _leave_communication_to_the_dispatcher(model)
     if not megatron.multi_latent_attention:  # whose layers have their own
         model.rotary_pos_emb.inv_freq = rotary.inv_freq.to(mesh.device)
     return model.to(mesh.device)
+
+
+def _leave_communication_to_the_dispatcher(model: PolicyModel) -> None:
+    """Of experts whose tensor-parallel group has one rank: with tensor > 1 and expert = 1 Megatron's local linear layers
+    still pass through sequence parallelism's (empty) reduce-scatter, to whose output no bias can be added in place."""
+    for name, module in model.named_modules():
+        if ".experts." in name and hasattr(module, "explicit_expert_comm"):
+            module.explicit_expert_comm = True
