@@ -21,6 +21,7 @@ from gspo_megatron.rollout.launcher import launch_servers
 from gspo_megatron.rollout.locks import hold_servers
 from gspo_megatron.rollout.pool import RetryPolicy
 from gspo_megatron.rollout.records import load_rollout, save_rollout
+from gspo_megatron.rollout.senders import Crew
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
 from gspo_megatron.rollout.weight_sync import SyncReport, Tensors, WeightSync
 from gspo_megatron.sampling import collect_groups
@@ -143,9 +144,14 @@ class LiveSource:
             self.prompts.restore(saved.data)
 
     def connect_weights(
-        self, expected: dict[str, tuple[dtype, tuple[int, ...]]], engine_name: Callable[[str], str], backend: str
+        self,
+        expected: dict[str, tuple[dtype, tuple[int, ...]]],
+        engine_name: Callable[[str], str],
+        backend: str,
+        crew: Crew | None = None,
     ) -> None:
-        """Join the servers for weight updates; `expected` are dtype and shape of all HF tensors that a sync sends."""
+        """Join the servers for weight updates; `expected` are dtype and shape of all HF tensors that a sync sends, and
+        `crew` the ranks that send them, where it is not this one alone."""
         self._sync = WeightSync(
             self._config.weights,
             self.urls,
@@ -154,6 +160,7 @@ class LiveSource:
             engine_name=engine_name,
             directory=weights_dir(self._config),
             model_dir=self._config.model.hf,
+            crew=crew,
             report=self._report,
         )
         self._stack.callback(self._sync.close)

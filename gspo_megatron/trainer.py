@@ -29,6 +29,7 @@ from gspo_megatron.outgoing import bring_to_rank_zero, outgoing_weights
 from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.resume import as_json
 from gspo_megatron.run_dir import prepare_run_dir
+from gspo_megatron.rollout.senders import Crew
 from gspo_megatron.saving import Saver
 from gspo_megatron.sources import LiveSource, ReplaySource
 from gspo_megatron.stop import StopRequest
@@ -113,9 +114,23 @@ class Run:
             self._load(self._saved)
         position = self.source.position if self.source is not None else lambda: None
         self.saver = Saver(config, self.mesh, self.policy, position, self.timed, report)
-        if isinstance(self.source, LiveSource):
-            backend = "nccl" if self.mesh.device.type == "cuda" else "gloo"
-            self.source.connect_weights(self.policy.hf_tensor_specs, self.policy.family.engine_name, backend)
+        if not config.rollout.replay:
+            self._connect_servers(stack)
+
+    def _connect_servers(self, stack: contextlib.ExitStack) -> None:
+        """Rank 0 joins the servers for weight updates, and with `distributed` one rank of each pipeline stage."""
+        backend, policy = "nccl" if self.mesh.device.type == "cuda" else "gloo", self.policy
+        self._crew = None
+        if self.config.weights.transport == "distributed":
+            export = lambda: policy.hf_buckets("stages")  # noqa: E731
+            self._crew = Crew(self.config.weights, backend, policy.sending_order("stages"), export, self.mesh.world)
+            stack.callback(self._crew.close)
+        if self.source is not None:
+            with self._crew.lead() if self._crew else contextlib.nullcontext():
+                specs, engine_name = policy.hf_tensor_specs, policy.family.engine_name
+                self.source.connect_weights(specs, engine_name, backend, self._crew)
+        elif self._crew is not None:
+            self._crew.follow()
 
     def _open_source(self, stack: contextlib.ExitStack) -> None:
         config = self.config
@@ -222,9 +237,12 @@ class Run:
         prove = first and self.config.weights.prove_coverage
         tensors = outgoing_weights(self.policy, self.config, version)
         if self.source is not None:
-            sent = self.source.send_weights(tensors, version, prove)
+            with self._crew.lead() if self._crew else contextlib.nullcontext():
+                sent = self.source.send_weights(tensors, version, prove)
             if first:
                 report(f"weights: {sent.text}" + ("; every parameter of the servers proven covered" if prove else ""))
+        elif self._crew is not None:
+            self._crew.follow()
         else:
             for _ in range(2 if prove else 1):
                 bring_to_rank_zero(self.policy, self.config)

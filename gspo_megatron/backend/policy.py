@@ -170,10 +170,17 @@ class Policy:
 
     def hf_buckets(self, senders: str = "first") -> Iterator[HFBucket]:
         """As `hf_tensors`, by whole buckets; one is valid until the next is asked for."""
+        with self.mesh.waiting_for("weights of other ranks"):
+            yield from export_buckets(self.params, self._plan(senders), None, self.mesh.device)
+
+    def sending_order(self, senders: str) -> list[int]:
+        """The rank that gets each bucket of `hf_buckets`, over all ranks, in an order in which none waits for a later."""
+        return [bucket.sender for bucket in self._plan(senders).buckets]
+
+    def _plan(self, senders: str) -> ReshardPlan:
         if senders not in self._plans:
             self._plans[senders] = self.reshard_plan(senders)
-        with self.mesh.waiting_for("weights of other ranks"):
-            yield from export_buckets(self.params, self._plans[senders], None, self.mesh.device)
+        return self._plans[senders]
 
     def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:
         """One pass of Megatron's schedule over the micro-batches; the last stage's outputs in their order."""

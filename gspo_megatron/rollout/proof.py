@@ -99,6 +99,11 @@ class Expected:
     """
 
     def __init__(self, layout: Layout, sample: Iterable[str], dtypes: Mapping[str, torch.dtype], on_gpu: bool):
+        sample = list(sample)
+        layout = {name: layout[name] for name in sample}
+        self.made_from = (layout, sample, dtypes, on_gpu)
+        """What another rank makes its own from, for the tensors that it sends."""
+        self._elsewhere: list[dict[str, tuple[str, ...]]] = []
         hasher = OnGpu if on_gpu else Sha256
         self._streams: dict[str, list[_Stream]] = {}
         self._used_by: dict[str, list[_Stream]] = defaultdict(list)
@@ -134,6 +139,12 @@ class Expected:
             if name in self._held:
                 self._held[name] = tensor.clone()
 
+    def merge(self, checksums: Sequence[Mapping[str, tuple[str, ...]]]) -> None:
+        """Add what another rank, which sent all tensors of these parameters, has found."""
+        self._elsewhere += [{} for _ in range(len(checksums) - len(self._elsewhere))]
+        for known, found in zip(self._elsewhere, checksums, strict=False):
+            known |= found
+
     def checksums(self) -> list[dict[str, tuple[str, ...]]]:
         """[engine rank] parameter -> checksums of which it must have one, of the sample as far as its tensors came."""
         ranks = max((len(streams) for streams in self._streams.values()), default=0)
@@ -143,6 +154,8 @@ class Expected:
                 values = stream.values()
                 if values:
                     found[rank][name] = values
+        for rank, checksums in enumerate(self._elsewhere):
+            found[rank] |= checksums
         return found
 
 

@@ -17,6 +17,7 @@ from gspo_megatron.rollout.errors import RequestError, WeightSyncError
 from gspo_megatron.rollout.parallel import run_all
 from gspo_megatron.rollout.proof import Checksums, Expected
 from gspo_megatron.rollout.prover import Proof, Prover
+from gspo_megatron.rollout.senders import Crew, LeadingTransport, spec_faults
 from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, DiskTransport, Setting
 from gspo_megatron.rollout.transports.disk import write_version
 from gspo_megatron.weights.engine_layout import one_message_groups
@@ -69,8 +70,9 @@ class WeightSync:
     `expected`: Hugging Face name -> (dtype, shape) of every tensor of a full update. `engine_name`: Hugging Face name
     -> the name of the engine's parameter that it is loaded into, fused or not. `model_dir`: the checkpoint whose
     config.json tells how engines cut parameters; without it checksums are not compared. `directory`: where transports
-    that use files write. Every step is bounded by `weights.timeout_s`. Whatever fails raises WeightSyncError and leaves
-    the engines paused; a later `run` that goes well takes them out of it.
+    that use files write. `crew`: the ranks that send, in place of what `run` is given. Every step is bounded by
+    `weights.timeout_s`. Whatever fails raises WeightSyncError and leaves the engines paused; a later `run` that goes
+    well takes them out of it.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class WeightSync:
         engine_name: Callable[[str], str],
         directory: str | Path = "weights",
         model_dir: str | Path = "",
+        crew: Crew | None = None,
         report: Callable[[str], None] = print,
     ):
         if config.transport not in TRANSPORTS:
@@ -93,7 +96,7 @@ class WeightSync:
         self._taking_part = list(self._clients)
         """The transport's view of the servers; changed only while it is not connected."""
         setting = Setting(self._taking_part, config, backend, Path(directory), Path(model_dir), report)
-        self._transport = TRANSPORTS[config.transport](setting)
+        self._transport = crew.transport(setting) if crew else TRANSPORTS[config.transport](setting)
         self._engines: dict[str, Engine] = {}
         self._prover = Prover(config.checked_share, self._model.dtypes)
         self._version: int | None = None
@@ -236,6 +239,8 @@ class WeightSync:
         )
 
     def _send_all(self, tensors: Tensors, version: int, expected: Sequence[Expected]) -> _Sent:
+        if isinstance(self._transport, LeadingTransport):
+            return self._send_by_all(version, expected)
         assert not isinstance(tensors, Path), f"{tensors} can't be sent by weights.transport={self._config.transport}"
         self._step(version, "beginning the update", lambda: self._transport.begin(version))
         together = one_message_groups(self._model.expected, self._model.engine_name)
@@ -258,6 +263,20 @@ class WeightSync:
             raise self._failure(version, f"tensors not sent: {shown(missing)}")
         self._step(version, "ending the update", lambda: self._transport.finish(version))
         return _Sent(writer.num_bytes, num_buckets, writer.num_bytes)
+
+    def _send_by_all(self, version: int, expected: Sequence[Expected]) -> _Sent:
+        """Each rank of the crew sends what it has."""
+        self._step(version, "beginning the update", lambda: self._transport.begin(version))
+        try:
+            parts = self._transport.send_all(version, expected)
+        except FAILURES as error:
+            raise self._failure(version, str(error)) from error
+        faults = spec_faults(parts, self._model.expected)
+        if faults:
+            raise self._failure(version, faults)
+        self._step(version, "ending the update", lambda: self._transport.finish(version))
+        num_bytes = sum(part.num_bytes for part in parts)
+        return _Sent(num_bytes, sum(part.num_buckets for part in parts), num_bytes)
 
     def _send_files(self, tensors: Tensors, version: int, expected: Sequence[Expected]) -> _Sent:
         """A checkpoint that is written already, or is here; what servers load is what is held against them."""
