@@ -26,6 +26,7 @@ from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
 from gspo_megatron.backend.parameters import global_parameters, place_of_rank, places_of_all_ranks
 from gspo_megatron.backend.reference import ReferenceWeights
 from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.weights.engine_layout import one_message_groups
 from gspo_megatron.weights.export import HFBucket, export_buckets
 from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
@@ -160,7 +161,8 @@ class Policy:
         """Which rank brings what to which sender; `dtype` in place of the tensors' own. No message is sent."""
         dtypes = dict.fromkeys(self.hf_shapes, dtype) if dtype else self.hf_dtypes
         ranks = SENDERS[senders](self._places)
-        return plan_reshard(self.family, self.shape, self._places, dtypes, ranks, self._bucket_bytes)
+        together = one_message_groups(self.hf_shapes, self.family.engine_name)
+        return plan_reshard(self.family, self.shape, self._places, dtypes, ranks, self._bucket_bytes, together)
 
     def hf_tensors(self, senders: str = "first") -> Iterator[tuple[str, Tensor]]:
         """All weights as whole HF tensors, each on one sender: the `first` rank, one rank of each of the pipeline

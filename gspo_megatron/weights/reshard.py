@@ -176,15 +176,14 @@ class _Piece(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A tensor on its way to a sender: which rank gives which block."""
+    """A tensor, or several that must be in one bucket, on the way to a sender: which rank gives which block."""
 
-    name: str
-    num_bytes: int
+    names: tuple[str, ...]
     sources: tuple[tuple[int, Block], ...]
     needs: tuple[tuple[int, int], ...]
-    """(rank, bytes that it holds for this tensor while its round is under way)."""
+    """(rank, bytes that it holds for this item while its round is under way)."""
     key: tuple[int, bool]
-    """Tensors of one bucket have one key: item size, whether one rank holds it whole."""
+    """Items of one bucket have one key: size of an element, whether one rank holds all of it."""
 
 
 def plan_reshard(
@@ -194,12 +193,14 @@ def plan_reshard(
     dtypes: Mapping[str, torch.dtype],
     senders: Sequence[int],
     bucket_bytes: int,
+    together: Mapping[str, frozenset[str]] | None = None,
 ) -> ReshardPlan:
     """Bring every HF tensor to one of the `senders` (ranks), in buckets of at most `bucket_bytes`.
 
     A tensor goes to the sender that holds most of it; where several hold as much, or none anything, to the one of them
     (of the tensor's own pipeline stage, if it has one) with the fewest bytes so far. A tensor that is larger than a
-    bucket has one of its own. Raises AssertionError where the blocks of all places don't add up to the tensors: a fault
+    bucket has one of its own. `together`: HF name -> all names, of one dtype, that must be in one bucket with it. Raises
+    AssertionError where the blocks of all places don't add up to the tensors: a fault
     in a table.
     """
     assert [place.rank for place in places] == list(range(len(places))), "one place a rank, by rank"
@@ -210,8 +211,9 @@ def plan_reshard(
     for name, (_, size) in specs.items():
         held = sum(piece.block.numel for piece in pieces[name])
         assert held == prod(size), f"{name}: ranks hold {held} of {prod(size)} elements"
-    sender_of, bound = _assign(specs, pieces, cells, places, senders)
-    queues = _queues(specs, pieces, cells, sender_of, senders)
+    units = list(dict.fromkeys(tuple(sorted((together or {}).get(name, {name}))) for name in specs))
+    sender_of, bound = _assign(units, specs, pieces, cells, places, senders)
+    queues = _queues(units, specs, pieces, cells, sender_of, senders)
     rounds = _schedule(queues, bucket_bytes)
     buckets = [
         _bucket(number, sender, items, specs)
@@ -267,14 +269,17 @@ def _on_every_tensor_rank(family: Family, shape: ModelShape, stage: Place) -> di
     return {block: None for block in owned_blocks(family, shape, stage) if block in there}
 
 
-def _assign(specs, pieces, cells, places, senders) -> tuple[dict[str, int], int]:
-    """HF name -> sender, largest tensors first; and the bytes that no assignment to these senders can avoid moving."""
+def _assign(units, specs, pieces, cells, places, senders) -> tuple[dict[tuple[str, ...], int], int]:
+    """Unit (names that stay together) -> sender, largest first; and the bytes that no assignment to these senders can
+    avoid moving."""
     is_sender, stage_of = set(senders), {place.rank: _stage(place) for place in places}
     senders_in = [[rank for rank in ranks if rank in is_sender] for ranks in cells]
+    sizes = {unit: sum(nbytes(specs[name]) for name in unit) for unit in units}
     load, bound, sender_of, known = dict.fromkeys(senders, 0), 0, {}, {}
-    for name in sorted(specs, key=lambda name: -nbytes(specs[name])):
-        whole, item = nbytes(specs[name]), specs[name][0].itemsize
-        key = tuple((piece.cell, piece.block.numel * item) for piece in pieces[name])
+    for unit in sorted(units, key=lambda unit: -sizes[unit]):
+        key = tuple(
+            (piece.cell, piece.block.numel * specs[name][0].itemsize) for name in unit for piece in pieces[name]
+        )  # fmt: skip
         if key not in known:
             held: Counter[int] = Counter()
             for cell, size in key:
@@ -288,15 +293,14 @@ def _assign(specs, pieces, cells, places, senders) -> tuple[dict[str, int], int]
                 near = [rank for rank in senders if stage_of[rank] in stages]
             known[key] = (near or list(senders), most)
         near, most = known[key]
-        sender = min(near, key=load.__getitem__)
-        sender_of[name] = sender
-        load[sender] += whole
-        bound += whole - most
+        sender_of[unit] = min(near, key=load.__getitem__)
+        load[sender_of[unit]] += sizes[unit]
+        bound += sizes[unit] - most
     return sender_of, bound
 
 
-def _queues(specs, pieces, cells, sender_of, senders) -> dict[int, deque[_Item]]:
-    """What each sender gets, in order: tensors in one item size and kind after the other, else as in the table."""
+def _queues(units, specs, pieces, cells, sender_of, senders) -> dict[int, deque[_Item]]:
+    """What each sender gets, in order: one item size and kind after the other, else as in the table."""
     nearest: dict[tuple[int, int], int] = {}
 
     def source(sender: int, cell: int) -> int:
@@ -305,17 +309,18 @@ def _queues(specs, pieces, cells, sender_of, senders) -> dict[int, deque[_Item]]
         return nearest[sender, cell]
 
     queues: dict[int, list[_Item]] = {sender: [] for sender in senders}
-    for name, (dtype, _) in specs.items():
-        sender, size = sender_of[name], nbytes(specs[name])
-        sources = tuple((source(sender, piece.cell), piece.block) for piece in pieces[name])
-        needs: dict[int, int] = {sender: size}
+    for unit in units:
+        sender, item_size = sender_of[unit], specs[unit[0]][0].itemsize
+        assert all(specs[name][0].itemsize == item_size for name in unit), f"{unit}: of several dtypes"
+        sources = tuple((source(sender, piece.cell), piece.block) for name in unit for piece in pieces[name])
+        needs: dict[int, int] = {sender: sum(nbytes(specs[name]) for name in unit)}
         for rank, block in sources:
             if rank != sender:
-                needs[rank] = needs.get(rank, 0) + block.numel * dtype.itemsize
+                needs[rank] = needs.get(rank, 0) + block.numel * item_size
         is_whole = len({rank for rank, _ in sources}) == 1
         if not is_whole:  # parts of others are received apart from the bucket
-            needs[sender] += sum(needs.values()) - size
-        queues[sender].append(_Item(name, size, sources, tuple(needs.items()), (dtype.itemsize, is_whole)))
+            needs[sender] += sum(size for rank, size in needs.items() if rank != sender)
+        queues[sender].append(_Item(unit, sources, tuple(needs.items()), (item_size, is_whole)))
     return {
         sender: deque(sorted(items, key=lambda item: (-item.key[0], item.key[1])))
         for sender, items in queues.items()
@@ -358,18 +363,20 @@ def _fill(queue: deque[_Item], used: dict[int, int], room: int) -> list[_Item]:
 def _bucket(number: int, sender: int, items: list[_Item], specs) -> SenderBucket:
     # tensors of one rank lie side by side, so that its message can be received in place
     items = sorted(items, key=lambda item: item.sources[0][0]) if items[0].key[1] else items
-    offsets, end = [], 0
+    starts: dict[str, int] = {}
+    end = 0
+    for name in (name for item in items for name in item.names):
+        starts[name] = end
+        end += nbytes(specs[name])
     parts: dict[int, list[tuple[Block, int | None, int]]] = defaultdict(list)
-    for item in items:
-        dtype, shape = specs[item.name]
-        for rank, block in item.sources:
-            size = block.numel * dtype.itemsize
-            parts[rank].append((block, _place_in(block, shape, dtype.itemsize, end), size))
-        offsets.append(end)
-        end += item.num_bytes
+    for rank, block in (source for item in items for source in item.sources):
+        dtype, shape = specs[block.hf]
+        parts[rank].append(
+            (block, _place_in(block, shape, dtype.itemsize, starts[block.hf]), block.numel * dtype.itemsize)
+        )
     local = tuple(block for block, _, _ in parts.pop(sender, ()))
     transfers = tuple(_transfer(rank, part) for rank, part in sorted(parts.items()))
-    return SenderBucket(number, sender, tuple(item.name for item in items), tuple(offsets), end, local, transfers)
+    return SenderBucket(number, sender, tuple(starts), tuple(starts.values()), end, local, transfers)
 
 
 def _place_in(block: Block, shape: tuple[int, ...], item_size: int, tensor_offset: int) -> int | None:

@@ -163,7 +163,13 @@ def test_a_message_a_source_and_bucket_however_many_experts():
 
 PAPER_LAYOUTS = [
     ("qwen3_30b_a3b", 30_532_122_624, 64, {"tensor": 4, "pipeline": 2, "expert": 8}, EngineRanks(8, 4)),
-    ("qwen3_30b_a3b", 30_532_122_624, 256, {"tensor": 4, "pipeline": 4, "expert": 8, "expert_tensor": 2}, EngineRanks(2)),
+    (
+        "qwen3_30b_a3b",
+        30_532_122_624,
+        256,
+        {"tensor": 4, "pipeline": 4, "expert": 8, "expert_tensor": 2},
+        EngineRanks(2),
+    ),
     ("qwen3_235b_a22b", 235_093_634_560, 1024, {"tensor": 8, "pipeline": 8, "expert": 64}, EngineRanks(32, 16, 16)),
     ("deepseek_v3", 671_026_419_200, 1024, {"tensor": 8, "pipeline": 16, "expert": 64}, EngineRanks(16, 32, 32)),
     ("kimi_k2", 1_026_408_232_448, 1024, {"tensor": 8, "pipeline": 8, "expert": 128}, EngineRanks(16, 32, 32)),
@@ -213,6 +219,22 @@ def test_bytes_that_engines_get_and_could_get_by_with():
     whole = sum(nbytes(specs[name]) for name in specs if "norm" in name or "mlp.gate." in name)
     heads = sum(nbytes(specs[name]) for name in specs if "k_proj" in name or "v_proj" in name)
     assert found.shards == 3 * (total + 3 * whole + heads)
+
+
+@pytest.mark.parametrize("senders", SENDERS.values(), ids=SENDERS)
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 10**6])
+def test_tensors_that_must_be_together_are(senders, bucket_bytes):
+    ranks, specs = places(TINY, 12, tensor=2, pipeline=3), hf_shapes(MOE, TINY)
+    groups = [frozenset(name for name in specs if f"layers.{layer}.self_attn.{kind}" in name) for layer in range(3)
+              for kind in ("q_", "o_")]  # fmt: skip
+    together = {name: group for group in groups for name in group}
+    assert {len(group) for group in groups} == {1, 2}
+    dtypes = dict.fromkeys(specs, torch.bfloat16)
+    plan = plan_reshard(MOE, TINY, ranks, dtypes, senders(ranks), bucket_bytes, together)
+    assert_covered_once(plan, MOE, TINY, ranks)
+    assert_messages_fit(plan)
+    for bucket in plan.buckets:
+        assert all(together[name] <= set(bucket.names) for name in bucket.names if name in together)
 
 
 def test_places_that_leave_something_out_name_the_tensor():
