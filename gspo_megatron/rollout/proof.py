@@ -101,7 +101,8 @@ class Expected:
     def __init__(self, layout: Layout, sample: Iterable[str], dtypes: Mapping[str, torch.dtype], on_gpu: bool):
         sample = list(sample)
         layout = {name: layout[name] for name in sample}
-        self.made_from = (layout, sample, dtypes, on_gpu)
+        used = {piece.hf for ranks in layout.values() for pieces in ranks for piece in pieces if piece.hf}
+        self.made_from = (layout, sample, {name: dtypes[name] for name in used}, on_gpu)
         """What another rank makes its own from, for the tensors that it sends."""
         self._elsewhere: list[dict[str, tuple[str, ...]]] = []
         hasher = OnGpu if on_gpu else Sha256

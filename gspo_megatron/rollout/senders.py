@@ -23,6 +23,7 @@ from gspo_megatron.rollout.proof import Expected
 from gspo_megatron.rollout.transports import Bucket, Setting
 from gspo_megatron.rollout.transports.distributed import DistributedTransport
 
+Spec = tuple[torch.dtype, tuple[int, ...]]
 FAILURES = (RequestError, TimeoutError, OSError, RuntimeError)
 
 
@@ -30,7 +31,7 @@ FAILURES = (RequestError, TimeoutError, OSError, RuntimeError)
 class Part:
     """What one rank sent; `error` is empty where all went well."""
 
-    specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    specs: Mapping[str, Spec] = field(default_factory=dict)
     num_bytes: int = 0
     num_buckets: int = 0
     error: str = ""
@@ -162,7 +163,7 @@ class Crew:
         """Send this rank's buckets in its turns. After a failure anywhere all ranks go on exchanging, without sending,
         so that none waits for another."""
         turns, buckets = Turns(self._order, self._rank, self._group), self._export()
-        specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        specs: dict[str, Spec] = {}
         num_bytes, done, error = 0, 0, ""
         for position in turns.own:
             try:
@@ -247,18 +248,21 @@ class LeadingTransport:
     def send_bucket(self, bucket: Bucket) -> None:
         self._own.send_bucket(bucket)
 
-    def send_all(self, version: int, proofs: Sequence[Expected]) -> list[Part]:
-        """Every rank's part. Raises RuntimeError with what failed; all senders must connect anew then."""
+    def send_all(self, version: int, proofs: Sequence[Expected], specs: Mapping[str, Spec]) -> tuple[int, int]:
+        """A whole update by all senders: bytes and buckets that they sent. Raises RuntimeError with what failed, or is
+        not what `specs` (HF name -> dtype and shape) say; all senders must connect anew then."""
+        self.begin(version)
         parts = self._crew.send(version, self._own, proofs)
-        errors = [part.error for part in parts if part.error]
-        if errors:
+        faults = "; ".join(part.error for part in parts if part.error) or spec_faults(parts, specs)
+        if faults:
             with contextlib.suppress(*FAILURES):
                 self._own.close()
-            raise RuntimeError("; ".join(errors))
+            raise RuntimeError(faults)
         for part in parts[1:]:
             for proof, found in zip(proofs, part.checksums, strict=True):
                 proof.merge(found)
-        return parts
+        self.finish(version)
+        return sum(part.num_bytes for part in parts), sum(part.num_buckets for part in parts)
 
     def finish(self, version: int) -> None:
         self._own.finish(version)
@@ -270,9 +274,9 @@ class LeadingTransport:
         self._own.close()
 
 
-def spec_faults(parts: Sequence[Part], expected: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+def spec_faults(parts: Sequence[Part], expected: Mapping[str, Spec]) -> str:
     """What was sent twice, in another dtype or shape, or not at all; empty where nothing was."""
-    sent: dict[str, tuple[int, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    sent: dict[str, tuple[int, Spec]] = {}
     for rank, part in enumerate(parts):
         for name, spec in part.specs.items():
             if name in sent:

@@ -17,7 +17,7 @@ from gspo_megatron.rollout.errors import RequestError, WeightSyncError
 from gspo_megatron.rollout.parallel import run_all
 from gspo_megatron.rollout.proof import Checksums, Expected
 from gspo_megatron.rollout.prover import Proof, Prover
-from gspo_megatron.rollout.senders import Crew, LeadingTransport, spec_faults
+from gspo_megatron.rollout.senders import Crew, LeadingTransport
 from gspo_megatron.rollout.transports import TRANSPORTS, Bucket, DiskTransport, Setting
 from gspo_megatron.rollout.transports.disk import write_version
 from gspo_megatron.weights.engine_layout import one_message_groups
@@ -205,8 +205,6 @@ class WeightSync:
         except FAILURES as error:
             self._report(f"weight updates not closed everywhere: {error}")
 
-    # one update
-
     def _update(self, tensors: Tensors, version: int) -> SyncReport:
         started = time.monotonic()
         self._find_servers(version)
@@ -265,18 +263,11 @@ class WeightSync:
         return _Sent(writer.num_bytes, num_buckets, writer.num_bytes)
 
     def _send_by_all(self, version: int, expected: Sequence[Expected]) -> _Sent:
-        """Each rank of the crew sends what it has."""
-        self._step(version, "beginning the update", lambda: self._transport.begin(version))
         try:
-            parts = self._transport.send_all(version, expected)
+            num_bytes, num_buckets = self._transport.send_all(version, expected, self._model.expected)
         except FAILURES as error:
             raise self._failure(version, str(error)) from error
-        faults = spec_faults(parts, self._model.expected)
-        if faults:
-            raise self._failure(version, faults)
-        self._step(version, "ending the update", lambda: self._transport.finish(version))
-        num_bytes = sum(part.num_bytes for part in parts)
-        return _Sent(num_bytes, sum(part.num_buckets for part in parts), num_bytes)
+        return _Sent(num_bytes, num_buckets, num_bytes)
 
     def _send_files(self, tensors: Tensors, version: int, expected: Sequence[Expected]) -> _Sent:
         """A checkpoint that is written already, or is here; what servers load is what is held against them."""
