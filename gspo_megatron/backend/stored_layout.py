@@ -22,12 +22,19 @@ _FACTORIES = {
 }  # fmt: skip
 
 
+_FILLERS = {"normal_", "uniform_", "zero_", "fill_", "zeros_", "ones_", "constant_", "trunc_normal_", "kaiming_uniform_"}
+"""In place, of torch.Tensor and torch.nn.init."""
+
+
 class _WithoutMemory(TorchFunctionMode):
-    """Inside, tensors are made on the meta device, whatever device Megatron names."""
+    """Inside, tensors are made on the meta device, whatever device Megatron names, and not filled."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        if getattr(func, "__name__", "") in _FACTORIES:
+        name = getattr(func, "__name__", "")
+        if name in _FILLERS:
+            return args[0] if args else kwargs["tensor"]
+        if name in _FACTORIES:
             kwargs["device"] = torch.device("meta")
         return func(*args, **kwargs)
 

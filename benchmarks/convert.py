@@ -1,0 +1,223 @@
+"""How fast weights come from Hugging Face files and go back, on the ranks and by the tools, against mbridge and `cp`.
+
+    pip install --target /tmp/mbridge --no-deps mbridge
+    PYTHONPATH=/tmp/mbridge python benchmarks/convert.py [--repeats 5] [--work DIR]
+
+One model of 266 MiB (bf16) on 4 ranks (tensor 2, pipeline 2, expert 2) over gloo, files in the page cache; all variants in
+turn in one run, so that a drift of the machine's speed hits all alike. Without mbridge importable only ours are measured.
+mbridge knows Transformer Engine's parameter names: it gets the same parameters under those. The tools are measured inside
+one process, without the imports that every Python program with torch has to do; `cp` copies the same files, and both are
+given with and without waiting for the disk.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path[:0] = [str(Path(__file__).parents[1])]
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gspo_megatron.notices import hide_known_notices
+
+hide_known_notices(on_gpu=torch.cuda.is_available())
+
+from gspo_megatron import convert_to_hf, convert_to_megatron  # noqa: E402
+from gspo_megatron.backend.mesh import Mesh  # noqa: E402
+from gspo_megatron.backend.policy import Policy, open_weights  # noqa: E402
+from gspo_megatron.config import Config, ModelConfig, ParallelConfig, WeightsConfig  # noqa: E402
+from gspo_megatron.convert import Ranks, be_a_single_rank  # noqa: E402
+from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators  # noqa: E402
+from gspo_megatron.weights import partial  # noqa: E402
+from gspo_megatron.weights.hf_writer import write_hf_checkpoint  # noqa: E402
+from gspo_megatron.weights.load import load_parameters  # noqa: E402
+from gspo_megatron.weights.plan import blocks_of  # noqa: E402
+from tests.convert.large_model import write_large_model  # noqa: E402
+
+SIZES = dict(hidden_size=512, moe_intermediate_size=128, num_experts=128, num_hidden_layers=4, vocab_size=26000)
+"""As many experts a layer as the models that people train; small ones."""
+LAYOUT = ParallelConfig(tensor=2, pipeline=2, expert=2)
+BUCKET_MIB = 32.0
+NUM_RANKS = 4
+
+
+def memory(field: str) -> int:
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
+
+
+def measured(run: Callable[[], None]) -> tuple[float, float]:
+    """Seconds until all ranks are done, and the most MiB that a rank held beyond what it held before."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before = memory("VmRSS")
+    dist.barrier()
+    started = time.perf_counter()
+    run()
+    dist.barrier()
+    values = torch.tensor([time.perf_counter() - started, (memory("VmHWM") - before) / 2**20])
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return float(values[0]), float(values[1])
+
+
+def by_engine_names(chunk: nn.Module) -> nn.Module:
+    """The parameters of a model of the local layer spec under Transformer Engine's names, as mbridge wants them."""
+    root = nn.Module()
+    for name, param in chunk.named_parameters():
+        name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+        name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.ModuleList() if part == "layers" else nn.Module())
+            module = module._modules[part]
+        module.register_parameter(leaf, param)
+    for own, layer in zip(root.decoder.layers, chunk.decoder.layers, strict=True):
+        own.layer_number = layer.layer_number
+    return root
+
+
+def variants(policy: Policy, config: Config, work: Path) -> dict[str, Callable[[], None]]:
+    hf = config.model.hf
+
+    def load_ours() -> None:
+        reader = open_weights(config, policy.family, policy.shape)
+        load_parameters(policy.params, blocks_of(policy.family, policy.shape, policy._place), reader)
+
+    def save_ours(durable: bool) -> None:
+        write_hf_checkpoint(
+            policy.hf_tensors("all"), work / "ours", hf, writers=policy.mesh, shapes=policy.hf_shapes, durable=durable
+        )
+
+    runs = {
+        "load, ours": load_ours,
+        "save, ours": lambda: save_ours(False),
+        "save, ours, on disk": lambda: save_ours(True),
+    }
+    ensure_torchvision_operators()  # which transformers looks for
+    if importlib.util.find_spec("mbridge") is None:
+        return runs
+    from mbridge import AutoBridge
+
+    bridge = AutoBridge.from_pretrained(hf)
+    models = [by_engine_names(chunk) for chunk in policy.chunks[0].modules() if type(chunk).__name__ == "PolicyModel"]
+
+    @torch.no_grad()
+    def load_mbridge() -> None:
+        bridge.load_weights(models, hf)
+
+    @torch.no_grad()
+    def save_mbridge(efficient: bool) -> None:
+        bridge.save_weights(models, str(work / "mbridge"), memory_efficient=efficient)
+
+    return runs | {
+        "load, mbridge": load_mbridge,
+        "save, mbridge": lambda: save_mbridge(False),
+        "save, mbridge, memory_efficient": lambda: save_mbridge(True),
+    }
+
+
+def on_ranks(directory: str, work: str, repeats: int) -> None:
+    """What torchrun starts."""
+    mesh = Mesh.create(LAYOUT, seed=1, timeout_s=600)
+    config = Config(model=ModelConfig(hf=directory), parallel=LAYOUT, weights=WeightsConfig(bucket_mib=BUCKET_MIB))
+    policy = Policy(config, mesh, train=False)
+    expected = checksum(policy)
+    runs = variants(policy, config, Path(work))
+    results: dict[str, list] = {name: [] for name in runs}
+    for turn in range(repeats + 1):
+        for name, run in runs.items():
+            if name.startswith("load"):
+                with torch.no_grad():
+                    for param in policy.params.values():
+                        param.zero_()
+            result = measured(run)
+            assert checksum(policy) == expected, f"{name} does not give the model's weights"
+            if turn:  # the first warms up
+                results[name].append(result)
+    if mesh.rank == 0:
+        print(json.dumps(results))
+    mesh.close()
+
+
+def checksum(policy: Policy) -> list[float]:
+    return [float(param.detach().double().sum()) for param in policy.params.values()]
+
+
+def tools(hf: Path, work: Path, repeats: int) -> dict[str, list[float]]:
+    """Seconds of both tools and of cp, with and without waiting for the disk."""
+    be_a_single_rank()
+    results: dict[str, list[float]] = {}
+    fsync = os.fsync
+
+    def timed(name: str, run: Callable[[], object], made: Path, keep: bool = False) -> None:
+        os.sync()
+        started = time.perf_counter()
+        run()
+        results.setdefault(name, []).append(time.perf_counter() - started)
+        if not keep:
+            shutil.rmtree(made)
+
+    for _ in range(repeats + 1):
+        for on_disk in (False, True):
+            partial.os.fsync = fsync if on_disk else (lambda descriptor: None)
+            suffix = ", on disk" if on_disk else ""
+            sync = ["-c", 'cp -r "$0" "$1" && sync -f "$1"' if on_disk else 'cp -r "$0" "$1"']
+            timed(f"cp{suffix}", lambda sync=sync: subprocess.run(["sh", *sync, str(hf), str(work / "cp")], check=True), work / "cp")
+            there = convert_to_megatron.Options(hf, work / "mg", tensor=2, pipeline=2, expert=2)
+            timed(f"hf to megatron{suffix}", lambda there=there: convert_to_megatron.convert(there), work / "mg", keep=True)
+            back = convert_to_hf.Options(work / "mg", work / "back")
+            timed(f"megatron to hf{suffix}", lambda back=back: convert_to_hf.convert(back, Ranks()), work / "back")
+            shutil.rmtree(work / "mg")
+    return {name: seconds[1:] for name, seconds in results.items()}
+
+
+def report(ranks: dict[str, list], files: dict[str, list[float]]) -> None:
+    seconds = {name: [value[0] for value in values] for name, values in ranks.items()}
+    for name, values in seconds.items():
+        extra = max(value[1] for value in ranks[name])
+        print(f"{name:34} {statistics.median(values):6.2f} s ({min(values):.2f} to {max(values):.2f}), {extra:4.0f} MiB more")
+    for what in ("load", "save"):
+        for name in seconds:
+            if name.startswith(what) and "mbridge" in name:
+                ratios = [b / a for a, b in zip(seconds[f"{what}, ours"], seconds[name], strict=True)]
+                print(f"{name} / ours: {statistics.median(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})")
+    for name, values in files.items():
+        base = files["cp, on disk" if "on disk" in name else "cp"]
+        ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
+        print(f"{name:34} {statistics.median(values):6.2f} s, {ratio:.2f} x cp")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--work", type=Path, help="where to write; default: a temporary directory")
+    parser.add_argument("--on-ranks", nargs=2, metavar="DIR", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.on_ranks:
+        on_ranks(*options.on_ranks, options.repeats)
+        return
+    with tempfile.TemporaryDirectory(dir=options.work) as directory:
+        work = Path(directory)
+        sizes = write_large_model(work / "hf", shard_bytes=100 << 20, **SIZES)
+        print(f"{sizes['total'] / 2**20:.0f} MiB, the largest layer {sizes['layer'] / 2**20:.0f} MiB")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS), "--standalone"]
+        command += [__file__, "--repeats", str(options.repeats), "--on-ranks", str(work / "hf"), str(work)]
+        done = subprocess.run(command, check=True, timeout=1200, text=True, stdout=subprocess.PIPE)
+        report(json.loads(done.stdout.splitlines()[-1]), tools(work / "hf", work, options.repeats))
+
+
+if __name__ == "__main__":
+    main()
