@@ -47,8 +47,8 @@ from gspo_megatron.weights.load import load_parameters  # noqa: E402
 from gspo_megatron.weights.plan import blocks_of  # noqa: E402
 from tests.convert.large_model import write_large_model  # noqa: E402
 
-SIZES = dict(hidden_size=512, moe_intermediate_size=128, num_experts=128, num_hidden_layers=4, vocab_size=26000)
-"""As many experts a layer as the models that people train; small ones."""
+SIZES = dict(hidden_size=1024, moe_intermediate_size=256, num_experts=32, num_hidden_layers=4, vocab_size=13000)
+"""Matrices of 512 KiB, a sixth of those of the models that people train."""
 LAYOUT = ParallelConfig(tensor=2, pipeline=2, expert=2)
 BUCKET_MIB = 32.0
 NUM_RANKS = 4

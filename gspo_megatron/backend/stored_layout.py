@@ -99,7 +99,14 @@ def _part(param: str, tensor: ShardedTensor) -> StoredPart:
 
 
 def _object(entry: ShardedObject) -> StoredObject:
-    """In the bytes that Megatron's torch strategy writes: a list of one value."""
+    return StoredObject(entry.unique_key, _NOTHING if entry.data is None else _object_bytes(entry.data))
+
+
+def _object_bytes(value: Any) -> bytes:
+    """What Megatron's torch strategy writes: a list of one value."""
     data = io.BytesIO()
-    torch.save([entry.data], data)
-    return StoredObject(entry.unique_key, data.getvalue())
+    torch.save([value], data)
+    return data.getvalue()
+
+
+_NOTHING = _object_bytes(None)

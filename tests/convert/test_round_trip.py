@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -101,3 +102,19 @@ def test_a_dry_run_says_what_would_be_written_and_writes_nothing(tmp_path, tiny_
     assert re.search(rf"files: +{files},", planned.stdout) and "layers:  2" in planned.stdout
     back = tool("convert_megatron_to_hf", "--megatron", tmp_path / "mg", "--hf", tmp_path / "hf", "--dry-run")
     assert back.returncode == 0 and f"bytes:   {num_bytes} " in back.stdout and leftovers(tmp_path, "mg") == []
+
+
+def test_sglang_loads_what_came_back(fresh_sglang_server, tmp_path):
+    url, _ = fresh_sglang_server
+    hf = make_tiny_model("qwen3_moe", tmp_path / "hf", seed=2)
+    to_megatron([convert_to_megatron.Options(hf, tmp_path / "mg", tensor=2)])
+    to_hf(tmp_path / "mg", tmp_path / "back", shard_bytes=200_000)
+    sums = []
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+        for number, directory in enumerate((None, tmp_path / "back", hf)):
+            if directory is not None:
+                body = {"model_path": str(directory), "weight_version": str(number)}
+                answer = client.post("/update_weights_from_disk", json=body)
+                assert answer.status_code == 200, answer.text
+            sums.append(json.dumps(client.post("/weights_checker", json={"action": "checksum"}).json(), sort_keys=True))
+    assert "checksum" in sums[0] and sums[0] != sums[1] == sums[2]
