@@ -12,13 +12,13 @@ import torch
 from gspo_megatron.checkpoints import MANIFEST
 from gspo_megatron.config import ConfigError
 from gspo_megatron.convert import (
-    HF_SUBDIRECTORY, Ranks, most_common, output_dtypes, pieces, progress, read_family, renamed, size_text, verify,
+    DTYPES, HF_SUBDIRECTORY, Ranks, Reader, most_common, output_dtypes, pieces, progress, read_family, renamed, size_text, verify,
 )  # fmt: skip
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import copy_model_files
 from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.partial import PartialDirectory
-from gspo_megatron.weights.prediction_layers import with_number
+from gspo_megatron.weights.prediction_layers import PredictionLayers, with_number
 from gspo_megatron.weights.safetensors_files import write_pieces, write_safetensors_header
 
 
@@ -48,10 +48,46 @@ def convert(options: Options, ranks: Ranks) -> str:
     _, family, shape = read_family(reference, option)
     reader = MegatronReader(options.megatron, family, shape, "--megatron")
     dtypes = output_dtypes(reader, family, shape, options.dtype)
+    reader = _WithPredictionLayers(reader, reference)
+    main = most_common(reader, {name: reader.dtype(name) for name in dtypes})
+    for name in reader.carried:
+        cast = options.dtype is not None and reader.dtype(name) == main
+        dtypes[name] = DTYPES[options.dtype] if cast else reader.dtype(name)
     shards = plan_shards(reader, dtypes, options.shard_bytes)
     if options.dry_run:
         return _describe(options, reader, dtypes, shards, shape.num_layers)
     return _write(_Plan(options, reference, reader, dtypes, shards), partial, ranks)
+
+
+class _WithPredictionLayers:
+    """The Megatron checkpoint's tensors and, behind them, the multi-token-prediction layers that came with it or are in
+    the reference: Megatron's files have none."""
+
+    def __init__(self, reader: MegatronReader, reference: Path):
+        self._reader, layers = reader, PredictionLayers(reference)
+        self._layers, self._copies, self.carried = layers.reader, layers.copies, sorted(layers.shapes)
+        self.number = layers.number
+
+    @property
+    def names(self) -> set[str]:
+        return self._reader.names | set(self.carried)
+
+    def _where(self, name: str) -> tuple[Reader, str]:
+        if name in self._copies:
+            return self._reader, self._copies[name]
+        return (self._layers if name in self.carried else self._reader), name
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        reader, name = self._where(name)
+        return reader.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        reader, name = self._where(name)
+        return reader.dtype(name)
+
+    def read_into(self, name: str, start: tuple[int, ...], out: torch.Tensor) -> None:
+        reader, name = self._where(name)
+        reader.read_into(name, start, out)
 
 
 def find_reference(options: Options) -> tuple[Path, str]:
@@ -75,7 +111,7 @@ def find_reference(options: Options) -> tuple[Path, str]:
     return directory, "--hf-reference"
 
 
-def plan_shards(reader: MegatronReader, dtypes: dict[str, torch.dtype], shard_bytes: int) -> dict[str, list[str]]:
+def plan_shards(reader: Reader, dtypes: dict[str, torch.dtype], shard_bytes: int) -> dict[str, list[str]]:
     """File -> names in it, in the family's order."""
     shards: list[list[str]] = [[]]
     held = 0
@@ -95,7 +131,7 @@ def plan_shards(reader: MegatronReader, dtypes: dict[str, torch.dtype], shard_by
 class _Plan:
     options: Options
     reference: Path
-    reader: MegatronReader
+    reader: _WithPredictionLayers
     dtypes: dict[str, torch.dtype]
     shards: dict[str, list[str]]
 
@@ -156,8 +192,8 @@ def _write_rest(plan: _Plan, partial: PartialDirectory) -> None:
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (partial.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         dtype = str(most_common(plan.reader, plan.dtypes)).removeprefix("torch.")
-        # Megatron's checkpoint has no multi-token-prediction layers, so that these files have none
-        copy_model_files(plan.reference, with_number(read_hf_config(plan.reference), 0), dtype, partial.path)
+        config = with_number(read_hf_config(plan.reference), plan.reader.number)  # those that these files have
+        copy_model_files(plan.reference, config, dtype, partial.path)
 
 
 def _verify(plan: _Plan, partial: PartialDirectory, ranks: Ranks) -> None:
@@ -170,7 +206,7 @@ def _verify(plan: _Plan, partial: PartialDirectory, ranks: Ranks) -> None:
         raise renamed(error, "--verify") from None
 
 
-def _describe(options: Options, reader: MegatronReader, dtypes, shards: dict[str, list[str]], num_layers: int) -> str:
+def _describe(options: Options, reader: Reader, dtypes, shards: dict[str, list[str]], num_layers: int) -> str:
     sizes = [sum(prod(reader.shape(name)) * dtypes[name].itemsize for name in names) for names in shards.values()]
     return "\n".join(
         [

@@ -17,16 +17,18 @@ from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored_layout
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
-    HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, progress, read_family, renamed, size_text, verify,
+    HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family, renamed, size_text, verify,
 )  # fmt: skip
 from gspo_megatron.weights.families import Family
-from gspo_megatron.weights.hf_files import HFReader, read_hf_config
+from gspo_megatron.weights.hf_files import SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import copy_model_files
 from gspo_megatron.weights.load import check_files, read_block
 from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.partial import PartialDirectory
 from gspo_megatron.weights.plan import Place, blocks_of, whole_place
+from gspo_megatron.weights.prediction_layers import PredictionLayers
 from gspo_megatron.weights.rules import Block, ModelShape
+from gspo_megatron.weights.safetensors_files import write_pieces, write_safetensors_header
 from gspo_megatron.weights.torch_dist_writer import (
     WrittenChunk, without_checksums, write_chunk, write_torch_dist_metadata,
 )  # fmt: skip
@@ -278,6 +280,18 @@ def _write_rest(plan: _Plan, objects: list[StoredObject], partial: PartialDirect
         (partial.path / HF_SUBDIRECTORY).mkdir()
         dtype = str(most_common(plan.reader, plan.dtypes)).removeprefix("torch.")
         copy_model_files(plan.options.hf, read_hf_config(plan.options.hf), dtype, partial.path / HF_SUBDIRECTORY)
+        _write_prediction_layers(plan.options.hf, partial.path / HF_SUBDIRECTORY)
+
+
+def _write_prediction_layers(hf: Path, directory: Path) -> None:
+    """Multi-token-prediction layers, which Megatron's files do not have here, go beside config.json for the way back."""
+    layers = PredictionLayers(hf)
+    if not layers.shapes:
+        return
+    with (directory / SINGLE).open("wb") as file:
+        write_safetensors_header(file, {n: (layers.reader.dtype(n), shape) for n, shape in layers.shapes.items()})
+        for name in layers.shapes:
+            write_pieces(file, pieces(layers.reader, name, layers.reader.dtype(name)))
 
 
 def _verify(plan: _Plan, partial: PartialDirectory, ranks: Ranks, family) -> None:

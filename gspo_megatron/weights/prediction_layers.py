@@ -40,6 +40,16 @@ class PredictionLayers:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: self._reader.shape(name) for name in self._names}
 
+    @property
+    def reader(self) -> HFReader | None:
+        """Of the files that have them; None where there are none."""
+        return self._reader
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """Name -> the trained tensor that it is a copy of."""
+        return {copy: source for source, names in self._copies.items() for copy in names}
+
     def added_to(self, tensors: Iterable[tuple[str, Tensor]], rank: int, size: int) -> Iterator[tuple[str, Tensor]]:
         """`tensors`, with the copies of those that have some, then the share of rank `rank` of `size` of the others, read
         from the files one by one."""

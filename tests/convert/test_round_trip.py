@@ -90,6 +90,22 @@ def test_a_cast_leaves_what_the_model_keeps_in_fp32(tmp_path):
         assert torch.equal(tensor, source[name].bfloat16().half() if name not in bias else source[name])
 
 
+def test_prediction_layers_come_along(tmp_path):
+    """Of the published checkpoints' form: layers behind the last, with copies of the embedding and the output layer."""
+    hf = make_tiny_model("glm4_moe", tmp_path / "hf")
+    tensors, config = load_file(hf / "model.safetensors"), json.loads((hf / "config.json").read_text())
+    last = f"model.layers.{config['num_hidden_layers']}"
+    copies = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}
+    tensors |= {f"{last}{ending}": tensors[source].clone() for ending, source in copies.items()}
+    tensors |= {f"{last}.eh_proj.weight": torch.randn(64, 128), f"{last}.enorm.weight": torch.randn(64)}
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    (hf / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    to_megatron([convert_to_megatron.Options(hf, tmp_path / "mg")])
+    to_hf(tmp_path / "mg", tmp_path / "back", shard_bytes=200_000, verify=True)
+    assert hashes(tmp_path / "back") == hashes(hf)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+
+
 def test_a_dry_run_says_what_would_be_written_and_writes_nothing(tmp_path, tiny_qwen3_moe):
     arguments = ("--hf", tiny_qwen3_moe, "--megatron", tmp_path / "mg", "--pp", 2, "--ep", 2)
     planned = tool("convert_hf_to_megatron", *arguments, "--dry-run")
