@@ -134,6 +134,23 @@ def test_a_killed_supervisor_is_noticed_the_server_started_again_and_all_stopped
     assert wait_until(lambda: not any(group_members(group) for group in groups + again))
 
 
+def test_a_server_that_hangs_is_started_again_after_a_while(tmp_path, monkeypatch):
+    use_program(monkeypatch, FAMILY + "time.sleep(300)")
+    monkeypatch.setattr(launcher, "HUNG_S", 0.5)
+    lines = []
+    launch = LaunchConfig(device="cpu", ready_timeout_s=1.0)
+    servers = launch_servers(launch, tmp_path, "fp32", tmp_path, seed=1, stop_grace_s=1, report=lines.append)
+    wait = servers._wait_until_ready
+    monkeypatch.setattr(servers, "_wait_until_ready", lambda servers: None)
+    with servers:
+        group, url = _groups(servers)[0], servers.urls[0]
+        monkeypatch.setattr(servers, "_wait_until_ready", wait)
+        with pytest.raises(ServerError, match=f"{url} did not answer within rollout.launch.ready_timeout_s = 1"):
+            servers.revive_and_wait([url])
+        assert any(f"{url} does not answer and is started again" in line for line in lines)
+        assert _groups(servers)[0] != group and wait_until(lambda: not group_members(group))
+
+
 def test_command_of_a_cpu_server_and_its_overrides():
     args = {"max_total_tokens": 512, "log-requests": True, "skip-server-warmup": False}
     launch = LaunchConfig(device="cpu", args=args)
