@@ -49,6 +49,9 @@ def rank_main(rank: int, port: int, model: str, scratch: str, bucket_mib: float)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    from gspo_megatron.notices import hide_known_notices
+
+    hide_known_notices(on_gpu=False)
     from gspo_megatron.backend.mesh import Mesh
     from gspo_megatron.backend.policy import Policy
     from gspo_megatron.config import Config, ModelConfig, ParallelConfig, WeightsConfig

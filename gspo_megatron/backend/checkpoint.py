@@ -40,7 +40,8 @@ def save_policy(
     """Copy everything to host memory, to be written into the existing, empty `directory`. Collective.
 
     Memory: on every rank the fp32 parameters and Adam's moments of what it holds of the model, whole (12 bytes a
-    parameter, of all its data-parallel ranks' shares), and its share of the weights. Raises CheckpointError.
+    parameter, of all its data-parallel ranks' shares), and its share of the weights; twice that at the peak, for
+    Megatron's writer copies what is cut out of a buffer. Raises CheckpointError.
     """
     shards = _shards(chunks, optimizer, is_loading=False)
     shards["generators"] = _generator_object(_generators())
