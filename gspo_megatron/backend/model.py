@@ -1,5 +1,6 @@
 """A GPTModel from a Hugging Face config.json: Megatron's configuration, layer spec and the model of this rank."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,8 +121,13 @@ def _with_our_modules(spec: ModuleSpec, config: TransformerConfig, is_moe: bool)
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     if is_moe and config.add_bias_linear:
-        spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = ExpertOutput
+        _submodules_of(_submodules_of(spec.submodules.mlp).experts).linear_fc2 = ExpertOutput
     return spec
+
+
+def _submodules_of(builder: Any) -> Any:
+    """megatron-core 0.16.1 describes a module by a ModuleSpec, 0.19.2 some of them by a partial call of the class."""
+    return builder.keywords["submodules"] if isinstance(builder, functools.partial) else builder.submodules
 
 
 class ExpertOutput(RowParallelLinear):
