@@ -76,6 +76,7 @@ LAYOUTS = [
     (1, {}),
     (4, {"tensor": 2, "pipeline": 2, "expert": 2}),
     (4, {"tensor": 2, "context": 2, "expert": 2}),
+    (2, {"pipeline": 2, "virtual_pipeline": 2}),
 ]
 
 
