@@ -8,6 +8,7 @@ from sender_runs import sync
 from test_weight_sync import assert_serves, is_paused
 
 from tests.ranks import run_ranks
+from tests.training.runs import from_servers, metrics, overrides, train
 
 
 @pytest.fixture(scope="module")
@@ -48,3 +49,15 @@ def test_a_fault_of_one_sender_stops_all_and_the_next_sync_recovers(fresh_sglang
     results = run_ranks(sync, 4, layout, str(other_model), [url], [""])
     assert results[0]["errors"] == [""] and not is_paused(url)
     assert_serves(url, other_model, 1)
+
+
+@pytest.mark.slow
+def test_a_run_on_pipeline_stages_trains_with_what_all_of_them_send(fresh_sglang_server, tmp_path):
+    url, model = fresh_sglang_server
+    layout = ["parallel.expert=1", "parallel.pipeline=2", "train.steps=2", "weights.bucket_mib=0.1"]
+    finished = train(2, overrides(model, tmp_path / "run", *from_servers(url), *layout))
+    assert finished.returncode == 0, finished.stdout[-4000:]
+    assert "every parameter of the servers proven covered" in finished.stdout
+    lines = metrics(tmp_path / "run")
+    assert [line["rollout/weight_version"] for line in lines] == [0, 1]
+    assert all(line["rollout/logprob_gap_mean"] <= 1e-4 and line["grad_norm"] > 0 for line in lines)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from naive_layouts import TINY, places, random_case
 
+from gspo_megatron.weights.engine_layout import one_message_groups
 from gspo_megatron.weights.families import FAMILIES
 from gspo_megatron.weights.plan import blocks_of, hf_shapes
 from gspo_megatron.weights.reshard import SENDERS, all_writers, first_rank, nbytes, one_per_stage, plan_reshard
@@ -20,6 +21,7 @@ from gspo_megatron.weights.traffic import EngineRanks, EngineTraffic, engine_tra
 
 CONFIGS = Path(__file__).parents[1] / "data_files" / "configs"
 MOE, DENSE = FAMILIES["Qwen3MoeForCausalLM"], FAMILIES["Qwen3ForCausalLM"]
+LATENT = {"q_lora": 6, "kv_lora": 10, "qk_nope": 4, "qk_rope": 2, "v_head": 6}
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -58,8 +60,7 @@ def assert_covered_once(plan, family, shape, ranks):
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_every_family_comes_whole(architecture, senders):
     """Biases, shared experts, dense layers among others, latent attention, experts stacked in one tensor."""
-    latent = {"q_lora": 6, "kv_lora": 10, "qk_nope": 4, "qk_rope": 2, "v_head": 6}
-    shape = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True, dense_layers=(0,), **latent)
+    shape = replace(TINY, shared_ffn=8, attention_bias=True, qk_norm=True, dense_layers=(0,), **LATENT)
     for layout in ({"tensor": 2, "pipeline": 3, "expert": 4}, {"tensor": 2, "expert": 2, "expert_tensor": 2}):
         ranks = places(shape, 12, **layout)
         plan = plan_of(shape, ranks, senders, bucket_bytes=1_000, family=FAMILIES[architecture])
@@ -223,15 +224,18 @@ def test_bytes_that_engines_get_and_could_get_by_with():
 
 @pytest.mark.parametrize("senders", SENDERS.values(), ids=SENDERS)
 @pytest.mark.parametrize("bucket_bytes", [1, 500, 10**6])
-def test_tensors_that_must_be_together_are(senders, bucket_bytes):
-    ranks, specs = places(TINY, 12, tensor=2, pipeline=3), hf_shapes(MOE, TINY)
-    groups = [frozenset(name for name in specs if f"layers.{layer}.self_attn.{kind}" in name) for layer in range(3)
-              for kind in ("q_", "o_")]  # fmt: skip
-    together = {name: group for group in groups for name in group}
-    assert {len(group) for group in groups} == {1, 2}
+def test_tensors_that_the_engine_takes_only_together_are(senders, bucket_bytes):
+    family, shape = FAMILIES["DeepseekV3ForCausalLM"], replace(TINY, dense_layers=(0,), shared_ffn=8, **LATENT)
+    ranks, specs = places(shape, 12, tensor=2, pipeline=3), hf_shapes(family, shape)
+    together = one_message_groups(specs, family.engine_name)
+    assert sorted(together) == sorted(
+        f"model.layers.{layer}.self_attn.{kind}.weight"
+        for layer in range(3)
+        for kind in ("q_a_proj", "kv_a_proj_with_mqa")
+    )
     dtypes = dict.fromkeys(specs, torch.bfloat16)
-    plan = plan_reshard(MOE, TINY, ranks, dtypes, senders(ranks), bucket_bytes, together)
-    assert_covered_once(plan, MOE, TINY, ranks)
+    plan = plan_reshard(family, shape, ranks, dtypes, senders(ranks), bucket_bytes, together)
+    assert_covered_once(plan, family, shape, ranks)
     assert_messages_fit(plan)
     for bucket in plan.buckets:
         assert all(together[name] <= set(bucket.names) for name in bucket.names if name in together)
