@@ -83,6 +83,20 @@ def absorb_latent_attention() -> None:
 absorb_latent_attention()
 
 
+def gate_shared_experts_by_torch() -> None:
+    """Qwen2-MoE's gate on its shared expert is a Triton kernel, on a CPU too; must run before its model is imported."""
+    from sglang.kernels.ops.elementwise import elementwise
+
+    def add_gated(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+        gate = torch.sigmoid(hidden_states.float() @ gate_weight.float())[:, None]
+        final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+
+    elementwise.fused_gate_sigmoid_mul_add = add_gated
+
+
+gate_shared_experts_by_torch()
+
+
 def main(arguments: list[str]) -> None:
     """Serve until the process is told to stop; takes the flags of `sglang.launch_server`."""
     from sglang.launch_server import run_server
