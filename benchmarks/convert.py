@@ -3,11 +3,11 @@
     pip install --target /tmp/mbridge --no-deps mbridge
     PYTHONPATH=/tmp/mbridge python benchmarks/convert.py [--repeats 5] [--work DIR]
 
-One model of 266 MiB (bf16) on 4 ranks (tensor 2, pipeline 2, expert 2) over gloo, files in the page cache; all variants in
-turn in one run, so that a drift of the machine's speed hits all alike. Without mbridge importable only ours are measured.
-mbridge knows Transformer Engine's parameter names: it gets the same parameters under those. The tools are measured inside
-one process, without the imports that every Python program with torch has to do; `cp` copies the same files, and both are
-given with and without waiting for the disk.
+One model of 263 MiB (bf16) on 4 ranks (tensor 2, pipeline 2, expert 2) over gloo, files in the page cache; all
+variants in turn in one run, so that a drift of the machine's speed hits all alike. Without mbridge importable only
+ours are measured. mbridge knows Transformer Engine's parameter names: it gets the same parameters under those. The
+tools are measured inside one process, without the imports that every Python program with torch has to do; `cp` copies
+the same files, and both are given with and without waiting for the disk.
 """
 
 import argparse
@@ -175,9 +175,18 @@ def tools(hf: Path, work: Path, repeats: int) -> dict[str, list[float]]:
             partial.os.fsync = fsync if on_disk else (lambda descriptor: None)
             suffix = ", on disk" if on_disk else ""
             sync = ["-c", 'cp -r "$0" "$1" && sync -f "$1"' if on_disk else 'cp -r "$0" "$1"']
-            timed(f"cp{suffix}", lambda sync=sync: subprocess.run(["sh", *sync, str(hf), str(work / "cp")], check=True), work / "cp")
+            timed(
+                f"cp{suffix}",
+                lambda sync=sync: subprocess.run(["sh", *sync, str(hf), str(work / "cp")], check=True),
+                work / "cp",
+            )
             there = convert_to_megatron.Options(hf, work / "mg", tensor=2, pipeline=2, expert=2)
-            timed(f"hf to megatron{suffix}", lambda there=there: convert_to_megatron.convert(there), work / "mg", keep=True)
+            timed(
+                f"hf to megatron{suffix}",
+                lambda there=there: convert_to_megatron.convert(there),
+                work / "mg",
+                keep=True,
+            )
             back = convert_to_hf.Options(work / "mg", work / "back")
             timed(f"megatron to hf{suffix}", lambda back=back: convert_to_hf.convert(back, Ranks()), work / "back")
             shutil.rmtree(work / "mg")
@@ -188,7 +197,10 @@ def report(ranks: dict[str, list], files: dict[str, list[float]]) -> None:
     seconds = {name: [value[0] for value in values] for name, values in ranks.items()}
     for name, values in seconds.items():
         extra = max(value[1] for value in ranks[name])
-        print(f"{name:34} {statistics.median(values):6.2f} s ({min(values):.2f} to {max(values):.2f}), {extra:4.0f} MiB more")
+        print(
+            f"{name:34} {statistics.median(values):6.2f} s ({min(values):.2f} to {max(values):.2f}), "
+            f"{extra:4.0f} MiB more"
+        )
     for what in ("load", "save"):
         for name in seconds:
             if name.startswith(what) and "mbridge" in name:

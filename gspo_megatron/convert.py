@@ -102,8 +102,8 @@ def renamed(error: ConfigError, option: str) -> ConfigError:
 
 
 def output_dtypes(reader: Reader, family: Family, shape: ModelShape, dtype: str | None) -> dict[str, torch.dtype]:
-    """HF name -> type to write, in the family's order: the source's, or `dtype` for those of the type that most elements
-    have. What a model keeps in fp32 beside bf16 (an expert bias, say) stays as it is, whatever the cast.
+    """HF name -> type to write, in the family's order: the source's, or `dtype` for those of the type that most
+    elements have. What a model keeps in fp32 beside bf16 (an expert bias, say) stays as it is, whatever the cast.
 
     Raises ConfigError for types that are not supported.
     """
@@ -144,7 +144,9 @@ def tensor_hash(reader: Reader, name: str, dtype: torch.dtype) -> str:
     return digest.hexdigest()
 
 
-def verify(source: Reader, written: Reader, dtypes: dict[str, torch.dtype], names: Sequence[str], advance: Callable) -> None:
+def verify(
+    source: Reader, written: Reader, dtypes: dict[str, torch.dtype], names: Sequence[str], advance: Callable
+) -> None:
     """Raises ConfigError where a tensor that was written is not the source's, in the type it is to have."""
     for name in names:
         if written.dtype(name) != dtypes[name]:

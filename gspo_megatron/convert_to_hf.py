@@ -12,7 +12,8 @@ import torch
 from gspo_megatron.checkpoints import MANIFEST
 from gspo_megatron.config import ConfigError
 from gspo_megatron.convert import (
-    DTYPES, HF_SUBDIRECTORY, Ranks, Reader, most_common, output_dtypes, pieces, progress, read_family, renamed, size_text, verify,
+    DTYPES, HF_SUBDIRECTORY, Ranks, Reader, most_common, output_dtypes, pieces, progress, read_family, renamed,
+    size_text, verify,
 )  # fmt: skip
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import copy_model_files
@@ -91,8 +92,8 @@ class _WithPredictionLayers:
 
 
 def find_reference(options: Options) -> tuple[Path, str]:
-    """Where config.json and the tokenizer come from: --hf-reference, or what the checkpoint came with, from the converter
-    (its folder `hf`) or from a run (model.hf in its run.json); and the option to name in messages."""
+    """Where config.json and the tokenizer come from: --hf-reference, or what the checkpoint came with, from the
+    converter (its folder `hf`) or from a run (model.hf in its run.json); and the option to name in messages."""
     if options.reference is not None:
         return options.reference, "--hf-reference"
     with_it = options.megatron / HF_SUBDIRECTORY
@@ -107,7 +108,9 @@ def find_reference(options: Options) -> tuple[Path, str]:
             "of the model"
         ) from None
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"--hf-reference: the run's model.hf, {directory}, is not there any more; give where it is now")
+        raise ConfigError(
+            f"--hf-reference: the run's model.hf, {directory}, is not there any more; give where it is now"
+        )
     return directory, "--hf-reference"
 
 

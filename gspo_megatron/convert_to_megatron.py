@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint -> Megatron's `torch_dist` format, chunk by chunk, as this machine's megatron-core names it."""
+"""A Hugging Face checkpoint -> Megatron's `torch_dist` format, chunk by chunk, as this machine's megatron-core names
+it."""
 
 import os
 import re
@@ -17,7 +18,8 @@ from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored_layout
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
-    HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family, renamed, size_text, verify,
+    HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family,
+    renamed, size_text, verify,
 )  # fmt: skip
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import SINGLE, HFReader, read_hf_config
@@ -106,7 +108,10 @@ def _cuts(family: Family, shape: ModelShape, options: Options) -> Callable[[str]
 
     Raises ConfigError for a layout that does not fit the model.
     """
-    for name, size, whole in (("pp", options.pipeline, shape.num_layers), ("ep", options.expert, shape.num_experts or 1)):
+    for name, size, whole in (
+        ("pp", options.pipeline, shape.num_layers),
+        ("ep", options.expert, shape.num_experts or 1),
+    ):
         if size < 1 or size > whole or (name == "ep" and whole % size):
             raise ConfigError(f"--{name} {size}: the model has {whole} {'layers' if name == 'pp' else 'experts'}")
     if min(options.tensor, options.expert_tensor) < 1:
@@ -193,7 +198,13 @@ class _Plan:
         """What decides the bytes written, for a start that goes on."""
         options = {key: str(value) for key, value in asdict(self.options).items() if key not in ("verify", "overwrite")}
         files = {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in self.reader.files}
-        return {"format": 1, "options": options, "files": files, "keys": sorted(self.key_dtypes), "parts": len(self.files)}
+        return {
+            "format": 1,
+            "options": options,
+            "files": files,
+            "keys": sorted(self.key_dtypes),
+            "parts": len(self.files),
+        }
 
     def describe(self) -> str:
         items = [item for part in self.files.values() for item in part]
@@ -284,7 +295,8 @@ def _write_rest(plan: _Plan, objects: list[StoredObject], partial: PartialDirect
 
 
 def _write_prediction_layers(hf: Path, directory: Path) -> None:
-    """Multi-token-prediction layers, which Megatron's files do not have here, go beside config.json for the way back."""
+    """Multi-token-prediction layers, which Megatron's files do not have here, go beside config.json for the way
+    back."""
     layers = PredictionLayers(hf)
     if not layers.shapes:
         return

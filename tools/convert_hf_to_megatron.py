@@ -1,10 +1,12 @@
 """Write a Hugging Face checkpoint in Megatron's `torch_dist` format.
 
-    python tools/convert_hf_to_megatron.py --hf DIR --megatron DIR [--tp N --pp N --ep N --etp N] [--dtype bf16] [--verify]
+    python tools/convert_hf_to_megatron.py --hf DIR --megatron DIR [--tp N --pp N --ep N --etp N] [--dtype bf16]
+    [--verify]
 
 Any layout loads what is written, here and in Megatron; --tp and --etp cut the chunks as that layout's ranks read them,
---pp and --ep group them into files. Alone, or under torchrun, whose ranks share the files. Memory does not grow with the
-model. What was interrupted goes on with the same command; the target appears when it is whole. Exit status 2: refused.
+--pp and --ep group them into files. Alone, or under torchrun, whose ranks share the files. Memory does not grow with
+the model. What was interrupted goes on with the same command; the target appears when it is whole. Exit status 2:
+refused.
 """
 
 import argparse

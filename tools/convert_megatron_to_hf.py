@@ -2,9 +2,10 @@
 
     python tools/convert_megatron_to_hf.py --megatron DIR --hf DIR [--hf-reference DIR] [--dtype bf16] [--verify]
 
-DIR is what tools/convert_hf_to_megatron.py wrote, a run's checkpoints/step_N, or Megatron-LM's own with --hf-reference to
-take config.json and tokenizer from. Alone, or under torchrun, whose ranks share the shards. Memory does not grow with the
-model. What was interrupted goes on with the same command; the target appears when it is whole. Exit status 2: refused.
+DIR is what tools/convert_hf_to_megatron.py wrote, a run's checkpoints/step_N, or Megatron-LM's own with --hf-reference
+to take config.json and tokenizer from. Alone, or under torchrun, whose ranks share the shards. Memory does not grow
+with the model. What was interrupted goes on with the same command; the target appears when it is whole. Exit status 2:
+refused.
 """
 
 import argparse

@@ -22,7 +22,17 @@ _FACTORIES = {
 }  # fmt: skip
 
 
-_FILLERS = {"normal_", "uniform_", "zero_", "fill_", "zeros_", "ones_", "constant_", "trunc_normal_", "kaiming_uniform_"}
+_FILLERS = {
+    "normal_",
+    "uniform_",
+    "zero_",
+    "fill_",
+    "zeros_",
+    "ones_",
+    "constant_",
+    "trunc_normal_",
+    "kaiming_uniform_",
+}
 """In place, of torch.Tensor and torch.nn.init."""
 
 
@@ -41,8 +51,8 @@ class _WithoutMemory(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A rectangle of a parameter as it is stored: at `offset` of the global tensor `key`, on whose first axes layers and
-    experts are counted. `param_start` and `shape` are in the whole parameter's own coordinates."""
+    """A rectangle of a parameter as it is stored: at `offset` of the global tensor `key`, on whose first axes layers
+    and experts are counted. `param_start` and `shape` are in the whole parameter's own coordinates."""
 
     param: str
     """Canonical name, counted over the whole model."""
@@ -62,7 +72,8 @@ class StoredObject:
 
 
 def stored_layout(hf: dict[str, Any], mesh: Mesh) -> tuple[list[StoredPart], list[StoredObject]]:
-    """All tensors of the model of this config.json as Megatron's `torch_dist` format holds them, by the running version.
+    """All tensors of the model of this config.json as Megatron's `torch_dist` format holds them, by the running
+    version.
 
     `mesh` must be of one rank, or of several that all hold the whole model. Global tensors do not depend on a layout;
     what does is how they are cut.

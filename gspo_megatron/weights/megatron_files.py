@@ -1,7 +1,7 @@
 """A Megatron `torch_dist` checkpoint read as if it were the Hugging Face one: the same blocks by the same names.
 
-Megatron stores global tensors, whatever the layout: a parameter of all layers (and all experts) is one tensor with an axis
-for each ("decoder.layers.mlp.linear_fc2.weight" [layers, out, in]), or one tensor a layer where layers differ or
+Megatron stores global tensors, whatever the layout: a parameter of all layers (and all experts) is one tensor with an
+axis for each ("decoder.layers.mlp.linear_fc2.weight" [layers, out, in]), or one tensor a layer where layers differ or
 `non_homogeneous_layers` is asked for ("decoder.layers.3.mlp.linear_fc2.weight"). Megatron: `TransformerBlock.
 sharded_state_dict`, `SequentialMLP.sharded_state_dict`, and `sharded_state_dict_keys_map` of the layer specs.
 """
@@ -109,7 +109,9 @@ class MegatronReader:
         if missing:
             faults.append(f"{len(missing)} parameters are missing, first {missing[0]}")
         if unknown:
-            faults.append(f"{len(unknown)} tensors belong to no {family.architecture} of this config.json, first {unknown[0]}")
+            faults.append(
+                f"{len(unknown)} tensors belong to no {family.architecture} of this config.json, first {unknown[0]}"
+            )
         if wrong:
             faults.append(f"{len(wrong)} tensors have another shape, first {wrong[0]}")
         if faults:
@@ -178,4 +180,3 @@ def _shape_fault(param: str, parts: list[Block], tensor: StoredTensor, name: Sto
     if found == expected or longer:
         return None
     return f"{name.key} is {list(tensor.shape)}, of which a parameter takes {expected}, not {found}"
-

@@ -60,7 +60,9 @@ class RawTensor:
         Raises OSError where the file ends before.
         """
         assert len(start) == out.dim() == len(self.shape)
-        assert all(0 <= low and low + size <= whole for low, size, whole in zip(start, out.shape, self.shape, strict=True))
+        assert all(
+            0 <= low and low + size <= whole for low, size, whole in zip(start, out.shape, self.shape, strict=True)
+        )
         if out.numel():
             _read(files.descriptor(self.path), self.path, self.offset, self.shape, self.dtype, tuple(start), out)
 
@@ -104,5 +106,7 @@ def as_bytes(tensor: Tensor):
 
 def torch_dtype_of(name: str, table: dict[str, torch.dtype], path: Path) -> torch.dtype:
     if name not in table:
-        raise ValueError(f"{path} holds a tensor of type {name}, which is not supported; supported are {', '.join(table)}")
+        raise ValueError(
+            f"{path} holds a tensor of type {name}, which is not supported; supported are {', '.join(table)}"
+        )
     return table[name]

@@ -1,4 +1,5 @@
-"""The safetensors format (8 bytes with the length of a JSON header, the header, raw tensors), read and written by pieces.
+"""The safetensors format (8 bytes with the length of a JSON header, the header, raw tensors), read and written by
+pieces.
 
 The library's own reader maps whole files, its writer wants all tensors of a file in memory; both fit a laptop's model.
 """

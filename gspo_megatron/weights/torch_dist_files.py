@@ -1,4 +1,5 @@
-"""Megatron's `torch_dist` checkpoints (PyTorch's distributed checkpoint format) read by pieces, without unpickling code.
+"""Megatron's `torch_dist` checkpoints (PyTorch's distributed checkpoint format) read by pieces, without unpickling
+code.
 
     .metadata      a pickle: global tensors (name, shape, type), the chunks they are cut into, and where each chunk lies
     __0_0.distcp   chunks one after the other, each as torch.save writes a tensor: a zip archive, its members stored
@@ -32,7 +33,7 @@ _METADATA_CLASSES = {
     "torch.distributed.checkpoint.planner": {"SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "device"} | {str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)},
+    "torch": {"Size", "device"} | {str(d)[len("torch.") :] for d in vars(torch).values() if isinstance(d, torch.dtype)},
     "collections": {"OrderedDict", "defaultdict"},
 }  # fmt: skip
 
@@ -75,14 +76,17 @@ class StoredTensor:
 
 
 class TorchDistReader:
-    """Blocks of global tensors by key. Raises ValueError for a directory that is no such checkpoint, or a broken one."""
+    """Blocks of global tensors by key. Raises ValueError for a directory that is no such checkpoint, or a broken
+    one."""
 
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._files = OpenFiles()
         self._located: dict[Chunk, RawTensor] = {}
         self.tensors = _read_metadata(self.directory)
-        files = {chunk.file for tensor in self.tensors.values() for chunks in tensor._chunks.values() for chunk in chunks}
+        files = {
+            chunk.file for tensor in self.tensors.values() for chunks in tensor._chunks.values() for chunk in chunks
+        }
         self._sizes = {}
         for file in sorted(files):
             if Path(file).name != file or not (self.directory / file).is_file():
@@ -209,7 +213,8 @@ def _content(window: io.BufferedReader, member: zipfile.ZipInfo) -> bytes:
 
 
 def _start(window: io.BufferedReader, member: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin: after its local header, whose last fields are the lengths of a name and an extra."""
+    """Where a member's bytes begin: after its local header, whose last fields are the lengths of a name and an
+    extra."""
     if member.compress_type != zipfile.ZIP_STORED:
         raise ValueError("a chunk is compressed, which is not supported")
     window.seek(member.header_offset + 26)

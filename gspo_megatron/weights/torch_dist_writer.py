@@ -1,4 +1,5 @@
-"""Writes `torch_dist` checkpoints chunk by chunk: what `torch.distributed.checkpoint` writes from a whole state dict."""
+"""Writes `torch_dist` checkpoints chunk by chunk: what `torch.distributed.checkpoint` writes from a whole state
+dict."""
 
 import contextlib
 import json
@@ -75,8 +76,8 @@ def write_torch_dist_metadata(
 ) -> None:
     """Finish a checkpoint whose chunks are written.
 
-    `shapes`: key -> shape and type of a global tensor. `chunks`: file -> what is in it. `objects`: key -> file and place
-    of its bytes, which several may share. `common` is Megatron's part that is no tensor (common.pt).
+    `shapes`: key -> shape and type of a global tensor. `chunks`: file -> what is in it. `objects`: key -> file and
+    place of its bytes, which several may share. `common` is Megatron's part that is no tensor (common.pt).
     """
     entries: dict[str, Any] = {
         key: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])

@@ -1,4 +1,5 @@
-"""A Qwen3-MoE checkpoint of any size, written in seconds: one block of noise, rotated by another step for every tensor."""
+"""A Qwen3-MoE checkpoint of any size, written in seconds: one block of noise, rotated by another step for every
+tensor."""
 
 import json
 from pathlib import Path

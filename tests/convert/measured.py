@@ -1,4 +1,5 @@
-"""Run as a program: starts the trainer's loading, or a conversion, and prints seconds and the peak of its memory (JSON).
+"""Run as a program: starts the trainer's loading, or a conversion, and prints seconds and the peak of its memory
+(JSON).
 
     python tests/convert/measured.py load HF | to_megatron HF MEGATRON | to_hf MEGATRON HF
 """
@@ -14,7 +15,6 @@ import torch
 def peak_bytes() -> int:
     """Not getrusage, whose peak is inherited from the process that started this one."""
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
-
 
 
 def load(hf: str) -> int:

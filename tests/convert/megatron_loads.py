@@ -1,4 +1,5 @@
-"""What trainer ranks run in these tests: models filled by Megatron's own loader, and by this project's from HF files."""
+"""What trainer ranks run in these tests: models filled by Megatron's own loader, and by this project's from HF
+files."""
 
 from pathlib import Path
 

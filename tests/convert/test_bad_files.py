@@ -1,4 +1,5 @@
-"""What is broken, missing, foreign or in the way is refused by its name; nothing is lost, and nothing half-written left."""
+"""What is broken, missing, foreign or in the way is refused by its name; nothing is lost, and nothing half-written
+left."""
 
 import json
 import os
@@ -75,7 +76,10 @@ class Touch:
 HF_FAULTS = {
     "missing shard": (lambda d: (d / "model-00002-of-00002.safetensors").unlink(), "index names model-00002.*missing"),
     "truncated shard": (lambda d: truncate(d / "model-00002-of-00002.safetensors"), "00002.* can't be read: truncated"),
-    "index of another": (lambda d: save_file({"x": torch.ones(1)}, d / "model-00001-of-00002.safetensors"), "is not in"),
+    "index of another": (
+        lambda d: save_file({"x": torch.ones(1)}, d / "model-00001-of-00002.safetensors"),
+        "is not in",
+    ),
     "shard elsewhere": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'),
         "lies outside the directory",
@@ -112,7 +116,11 @@ def test_pickles_in_place_of_safetensors(hf, tmp_path):
 
 @pytest.mark.parametrize(
     "sizes, message",
-    [({"tensor": 3}, "--tp 3 .*cut into 3 equal"), ({"expert": 3}, "--ep 3: the model has 8"), ({"pipeline": 3}, "--pp 3")],
+    [
+        ({"tensor": 3}, "--tp 3 .*cut into 3 equal"),
+        ({"expert": 3}, "--ep 3: the model has 8"),
+        ({"pipeline": 3}, "--pp 3"),
+    ],
 )
 def test_a_layout_that_does_not_fit(hf, tmp_path, sizes, message):
     with pytest.raises(ConfigError, match=message):
@@ -129,7 +137,9 @@ def spoil_chunk(directory: Path) -> None:
     file = max(directory.glob("__0_1.distcp"))
     data, good = file.read_bytes(), b"ctorch._utils\n_rebuild_tensor_v2\n"
     assert good in data
-    file.write_bytes(data.replace(good, b"cbuiltins\nopen\n" + b"0cbuiltins\nopen\n"[: len(good) - 15].ljust(len(good) - 15)))
+    file.write_bytes(
+        data.replace(good, b"cbuiltins\nopen\n" + b"0cbuiltins\nopen\n"[: len(good) - 15].ljust(len(good) - 15))
+    )
 
 
 MEGATRON_FAULTS = {
@@ -141,8 +151,14 @@ MEGATRON_FAULTS = {
     "code in a chunk": (spoil_chunk, "names builtins.open, which no tensor needs; not loaded"),
     "zeros": (lambda d: (d / "__1_0.distcp").write_bytes(bytes((d / "__1_0.distcp").stat().st_size)), "can't be read"),
     "of another size": (lambda d: edit_config(d / "hf", moe_intermediate_size=16), "another model.*config.json"),
-    "of other layers": (lambda d: edit_config(d / "hf", num_hidden_layers=2), "of 3 layers|belong to no Qwen3Moe.*first decoder.layers.2"),
-    "of another family": (lambda d: edit_config(d / "hf", architectures=["Qwen3ForCausalLM"]), "are missing.*another model"),
+    "of other layers": (
+        lambda d: edit_config(d / "hf", num_hidden_layers=2),
+        "of 3 layers|belong to no Qwen3Moe.*first decoder.layers.2",
+    ),
+    "of another family": (
+        lambda d: edit_config(d / "hf", architectures=["Qwen3ForCausalLM"]),
+        "are missing.*another model",
+    ),
     "no reference": (lambda d: shutil.rmtree(d / "hf"), "--hf-reference: .* came without config.json"),
 }
 
@@ -207,6 +223,7 @@ def with_a_full_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_half_way_and_going_on_after(hf, tmp_path):
     arguments = ("--hf", hf, "--megatron", tmp_path / "mg", "--ep", 2, "--pp", 2, "--verify")
     failed = tool("convert_hf_to_megatron", *arguments, preexec_fn=with_a_full_disk)

@@ -44,9 +44,12 @@ def test_transformers_loads_what_came_back(conversions, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (Path(hf) / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_under_torchrun_ranks_share_the_files(tmp_path):
     hf = make_tiny_model("qwen3_moe", tmp_path / "hf", overrides={"num_hidden_layers": 4})
-    there = tool("convert_hf_to_megatron", "--hf", hf, "--megatron", tmp_path / "mg", "--pp", 2, "--verify", num_ranks=2)
+    there = tool(
+        "convert_hf_to_megatron", "--hf", hf, "--megatron", tmp_path / "mg", "--pp", 2, "--verify", num_ranks=2
+    )
     assert there.returncode == 0, there.stderr
     assert "tensors verified" in there.stdout
     back = ("--megatron", tmp_path / "mg", "--hf", tmp_path / "back", "--shard-gb", 2e-4, "--verify")
@@ -74,7 +77,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def test_a_cast_leaves_what_the_model_keeps_in_fp32(tmp_path):
-    """GLM's selection bias is fp32 in its bf16 checkpoints; so is here one norm of layer 1, to which layer 0's is raised."""
+    """GLM's selection bias is fp32 in its bf16 checkpoints; so is here one norm of layer 1, to which layer 0's is
+    raised."""
     hf = make_tiny_model("glm4_moe", tmp_path / "hf")
     source = load_file(hf / "model.safetensors")
     bias = [name for name in source if name.endswith("e_score_correction_bias")]
@@ -106,6 +110,7 @@ def test_prediction_layers_come_along(tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_would_be_written_and_writes_nothing(tmp_path, tiny_qwen3_moe):
     arguments = ("--hf", tiny_qwen3_moe, "--megatron", tmp_path / "mg", "--pp", 2, "--ep", 2)
     planned = tool("convert_hf_to_megatron", *arguments, "--dry-run")

@@ -18,6 +18,7 @@ LAYOUTS = {
 }
 """Ranks, layout and Megatron's settings to load with."""
 
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron_and_the_trainer_load_what_is_written(conversions, layout):
     world, sizes, transformer = LAYOUTS[layout]
