@@ -7,7 +7,6 @@ on from the last checkpoint in run.dir; SIGTERM or SIGUSR1 have it finish the st
 
 import argparse
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -129,11 +128,9 @@ def _tolerance(text: str) -> float:
 def be_a_single_rank_without_torchrun() -> None:
     """Set what torchrun would, for one process."""
     if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        # port 0: the store takes a free one as it starts; one looked up here can be gone by then
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _refuse(faults: list[str]) -> int:

@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import hashlib
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -74,11 +73,8 @@ class Ranks:
 
 def be_a_single_rank() -> None:
     """torchrun's environment for a process that it did not start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the store takes a free port as it starts
 
 
 def read_family(directory: Path, option: str) -> tuple[dict[str, Any], Family, ModelShape]:
