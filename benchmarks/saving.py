@@ -8,6 +8,7 @@ resident set rises above what it was; the files are in the page cache of a machi
 """
 
 import argparse
+import ctypes
 import os
 import shutil
 import socket
@@ -37,6 +38,7 @@ def resident(field: str = "VmRSS") -> int:
 def measured(mesh, action: Callable[[], None]) -> tuple[float, int]:
     """Seconds of the slowest rank, and the most extra memory of a rank."""
     mesh.barrier("the start of a measurement")
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before would be used again, and not count
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     before, started = resident(), time.monotonic()
     action()
