@@ -33,7 +33,7 @@ from gspo_megatron.algorithm.packing import pack  # noqa: E402
 from gspo_megatron.backend.log_likelihood import VocabParallelLogProbs  # noqa: E402
 from gspo_megatron.backend.mesh import Mesh  # noqa: E402
 from gspo_megatron.backend.model import build_model  # noqa: E402
-from gspo_megatron.backend.policy import packed_params  # noqa: E402
+from gspo_megatron.backend.policy import shard_of  # noqa: E402
 from gspo_megatron.config import Config, GSPOConfig, TrainConfig  # noqa: E402
 from gspo_megatron.types import SequenceBatch  # noqa: E402
 
@@ -49,19 +49,18 @@ def model_config(vocab: int) -> dict:
     }  # fmt: skip
 
 
-def passes(model, batch, vocab: int) -> dict:
+def passes(model, batch, mesh: Mesh) -> dict:
     """Name -> function that runs one forward and backward pass."""
-    hidden_states = {}
+    shard = shard_of(batch, mesh.context, mesh.device)
     head, weight = model.output_layer, model.output_layer.weight
 
     def body():
         keep, model.post_process = model.post_process, False
         hidden = model(
-            batch.input_ids[None], batch.position_ids[None], None, labels=batch.labels[None],
-            loss_mask=batch.loss_mask[None], packed_seq_params=packed_params(batch, batch.input_ids.device),
+            shard.input_ids, shard.position_ids, None, labels=shard.labels, loss_mask=shard.loss_mask,
+            packed_seq_params=shard.packed_seq_params,
         )  # fmt: skip
         model.post_process = keep
-        hidden_states["last"] = hidden
         return hidden
 
     def only_body():
@@ -93,13 +92,12 @@ def timed(run) -> float:
 
 def speed(tokens: int, vocab: int, repeats: int) -> None:
     mesh = Mesh.create(Config().parallel, seed=1, timeout_s=600)
-    model = build_model(model_config(vocab), Config(train=TrainConfig(dtype="fp32")), mesh)
-    model = model[0] if isinstance(model, list) else model
+    (model,) = build_model(model_config(vocab), Config(train=TrainConfig(dtype="fp32")), mesh)
     length = tokens // NUM_SEQUENCES
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, vocab, (NUM_SEQUENCES, length), generator=generator).tolist()
     batch = pack([(row[: length // PROMPT_SHARE], row[length // PROMPT_SHARE :]) for row in ids])
-    runs = passes(model, batch, vocab)
+    runs = passes(model, batch, mesh)
     for run in runs.values():
         run()
     seconds = [{name: timed(run) for name, run in runs.items()} for _ in range(repeats)]
