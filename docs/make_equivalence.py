@@ -27,8 +27,8 @@ This page is written by `python docs/make_equivalence.py`, which trains four-lay
 no family is named, for two steps of four mini-batches on every layout below, from one saved rollout: 32 samples a step
 of 0 to 30 response tokens, one empty response, one of a single token, one with a span in the middle that is not trained
 on, and a group of equal rewards. Everything is compared with one rank that takes a mini-batch of eight sequences as one
-micro-batch, in fp32, with megatron-core {version}. `tests/distributed/` holds all of it to the bounds in the second line of the table, one
-rank itself to transformers with a GSPO in float64, and bf16 to a bound of its own (`test_bf16.py`). DeepSeek-V2's
+micro-batch, in fp32, with megatron-core {version}. `tests/distributed/` holds all of it to the bounds in the second line
+of the table, one rank itself to transformers with a GSPO in float64, and bf16 to a bound of its own (`test_bf16.py`). DeepSeek-V2's
 log-likelihoods are held to 2e-5: what its routed experts give is scaled by 2.5, with its rounding.
 
 tp: tensor (with sequence parallelism), pp: pipeline, vpp: virtual pipeline, cp: context, ep: expert, etp: expert tensor,
