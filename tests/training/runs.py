@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.ranks import REPOSITORY
 
 CONFIG = str(REPOSITORY / "examples" / "quickstart.yaml")
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 UNTIMED = ("time/", "tokens/per_s")
 
 
