@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import CheckpointConfig, Config, ConfigError
+from gspo_megatron.weights.partial import sync
 
 MANIFEST, LATEST = "run.json", "latest.json"
 
@@ -137,10 +138,10 @@ def finish(partial: Path, saved: SavedRun, keep: CheckpointConfig) -> int:
     _write_json(partial / MANIFEST, {**values, "files": files})
     if final.exists():  # of a run that was killed after it, or whose last checkpoints were damaged
         shutil.rmtree(final)
-    _sync_directory(partial)
+    sync(partial)
     partial.rename(final)
     _write_json(root / LATEST, {"checkpoint": final.name})
-    _sync_directory(root)
+    sync(root)
     for step in steps_to_remove(steps_in(root), saved.step, keep):
         shutil.rmtree(root / f"step_{step}")
     return sum(files.values())
@@ -169,11 +170,3 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -5,7 +5,6 @@ checkpoint never has it, and one that was there before stays until then.
 """
 
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, read_hf_config
+from gspo_megatron.weights.partial import sync
 from gspo_megatron.weights.prediction_layers import PredictionLayers, with_number
 from gspo_megatron.weights.shard_file import ShardFile, ShardWriter, header_room, verify
 
@@ -94,9 +94,8 @@ def write_hf_checkpoint(
         by_rank = writers.gather_objects(shards, "the shards that all ranks wrote")
         with agree.on("reading it back"):
             _check_names(by_rank, shapes)
-            far = (writers.rank + (writers.world_size + 1) // 2) % writers.world_size  # mostly of another node
-            for shard in by_rank[far] if verified else ():
-                verify(partial, shard)
+            if verified:
+                _read_back(by_rank, partial, writers)
         with agree.on("its index"):
             if writers.rank == 0:
                 _name_shards([shard for shards in by_rank for shard in shards], partial)
@@ -208,6 +207,12 @@ def _check_names(by_rank: list[list[ShardFile]], shapes: Mapping[str, tuple[int,
                 raise ValueError(f"{name} is {found[name]}, not {list(shape)}")
 
 
+def _read_back(by_rank: list[list[ShardFile]], partial: Path, writers: Writers) -> None:
+    far = (writers.rank + (writers.world_size + 1) // 2) % writers.world_size  # mostly of another node
+    for shard in by_rank[far]:
+        verify(partial, shard)
+
+
 def _name_shards(shards: list[ShardFile], partial: Path) -> None:
     """Their names in the checkpoint and the index, from what was written. Raises OSError for a file that is not there,
     as where ranks do not share this file system, or has another size."""
@@ -259,7 +264,7 @@ def _finish(partial: Path, target: Path, durable: bool) -> None:
     """Give the checkpoint its name; one that has it goes away then."""
     if durable:
         for path in [*(path for path in partial.iterdir() if path.suffix != ".safetensors"), partial]:
-            _sync(path)
+            sync(path)
     if target.exists():
         shutil.rmtree(_old(target), ignore_errors=True)
         target.rename(_old(target))
@@ -270,13 +275,5 @@ def _finish(partial: Path, target: Path, durable: bool) -> None:
             _old(target).rename(target)
         raise
     if durable:
-        _sync(target.parent)
+        sync(target.parent)
     shutil.rmtree(_old(target), ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,6 +22,7 @@ from gspo_megatron.rollout.weight_sync import WeightSync
 from gspo_megatron.types import Prompt
 from gspo_megatron.weights.families import FAMILIES
 from gspo_megatron.weights.hf_files import read_hf_config
+from tests.servers import is_paused
 
 PROMPTS = [Prompt(index, tuple(range(10 + index, 16 + index))) for index in range(2)]
 LAUNCHED = {"dense, 1 rank": ("qwen3", 1), "dense, 2 ranks": ("qwen3", 2), "moe, 2 ranks": ("qwen3_moe", 2)}
@@ -141,15 +142,6 @@ def test_memory_is_handed_over_on_one_machine_only(sync_to, launched):
     sync = sync_to(far, "tensor")
     with pytest.raises(ConfigError, match=r"weights.transport: tensor: http://another.example:30000 is not on this"):
         sync._connect_transport()
-
-
-def is_paused(url: str) -> bool:
-    try:
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
-        httpx.post(f"{url}/generate", json=body, timeout=2.0, trust_env=False)
-    except httpx.ReadTimeout:
-        return True
-    return False
 
 
 def test_a_full_disk_is_an_error_that_keeps_the_version_before(launched, sync_to, tmp_path):

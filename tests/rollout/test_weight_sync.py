@@ -16,6 +16,7 @@ from gspo_megatron.rollout.collector import Collector
 from gspo_megatron.rollout.errors import WeightSyncError
 from gspo_megatron.rollout.weight_sync import WeightSync
 from gspo_megatron.types import Prompt
+from tests.servers import is_paused
 
 PROMPTS = [Prompt(index, tuple(range(10 + index, 16 + index))) for index in range(3)]
 GATE = "model.layers.1.mlp.gate.weight"
@@ -75,15 +76,6 @@ def assert_serves(url, model_dir, version):
     for sample in responses(url, version):
         expected = reference.log_probs(model_dir, sample.prompt_ids, sample.response_ids, 1.0)
         assert sample.rollout_log_probs == pytest.approx(expected, abs=1e-4)
-
-
-def is_paused(url) -> bool:
-    try:
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
-        httpx.post(f"{url}/generate", json=body, timeout=1.5, trust_env=False)
-    except httpx.ReadTimeout:
-        return True
-    return False
 
 
 def test_generation_after_a_sync_is_of_the_new_weights(fresh_sglang_server, other_model, tensors, sync_to):

@@ -5,22 +5,13 @@ import shutil
 import subprocess
 import sys
 
-import httpx
 import pytest
 
 from tests.ranks import REPOSITORY
+from tests.servers import is_paused
 from tests.training.runs import CONFIG, TIMEOUT_S, from_servers, metrics, overrides, train, train_alone
 
 REWARDS = "tests.training.rewards_for_training"
-
-
-def is_paused(url: str) -> bool:
-    try:
-        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 1}}
-        httpx.post(f"{url}/generate", json=body, timeout=2.0, trust_env=False)
-    except httpx.ReadTimeout:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("version", [0, 1])
