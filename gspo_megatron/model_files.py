@@ -194,4 +194,6 @@ def _file_fault(path: Path) -> tuple[dict[str, Any], list[str]]:
     if actual != expected:
         state = "truncated" if actual < expected else "too long"
         return header, [f"{path.name} is {state}: {actual} bytes, its header tells of {expected}; copy it again"]
+    if sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in header.values()) != end:
+        return header, [f"{path.name} has tensors that overlap, or gaps between them; copy it again"]
     return header, []

@@ -12,6 +12,8 @@ from gspo_megatron.weights.raw_files import OpenFiles, RawTensor
 from gspo_megatron.weights.safetensors_files import read_safetensors_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PICKLES = (".bin", ".pt", ".pth")
+"""How files of weights end that loading would run code from."""
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:
@@ -25,6 +27,8 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"model.hf: {path.parent} has no {path.name}; give a Hugging Face checkpoint") from None
+    except OSError as error:
+        raise ConfigError(f"model.hf: {path} can't be read ({error.strerror}); give a readable checkpoint") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.hf: {path} is not JSON ({error}); copy the checkpoint again") from None
     if not isinstance(values, dict):
@@ -58,8 +62,10 @@ class HFReader:
                     raise ConfigError(f"model.hf: {self.directory}: the index names {file}, which is missing")
             return weight_map
         if not (self.directory / SINGLE).exists():
+            pickles = sorted(path.name for path in self.directory.glob("*") if path.suffix in PICKLES)
+            refused = f"; {pickles[0]} is a pickle, which is never loaded: convert it to safetensors" if pickles else ""
             raise ConfigError(
-                f"model.hf: {self.directory}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint"
+                f"model.hf: {self.directory}: neither {INDEX} nor {SINGLE}; give a safetensors checkpoint{refused}"
             )
         return dict.fromkeys(self._header(SINGLE), SINGLE)
 

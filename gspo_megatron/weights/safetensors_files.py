@@ -7,6 +7,7 @@ The library's own reader maps whole files, its writer wants all tensors of a fil
 import json
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -36,7 +37,7 @@ def read_safetensors_header(path: Path) -> dict[str, RawTensor]:
             raise ValueError(f"no safetensors file, or cut off ({size} bytes)")
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=once_each)
         header.pop("__metadata__", None)
         tensors = {name: _raw_tensor(path, 8 + length, entry) for name, entry in header.items()}
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
@@ -45,7 +46,20 @@ def read_safetensors_header(path: Path) -> dict[str, RawTensor]:
     if size != end:
         state = "truncated" if size < end else "too long"
         raise ValueError(f"{state}: {size} bytes, its header tells of {end}")
+    place = 8 + length
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if tensor.offset != place:
+            raise ValueError(f"{name} begins at byte {tensor.offset}, not at {place}, where the tensor before it ends")
+        place += tensor.num_bytes
     return tensors
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; Python's own reader takes the last of two entries of one name without a word."""
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} comes twice")
+    return values
 
 
 def _raw_tensor(path: Path, base: int, entry: dict[str, Any]) -> RawTensor:

@@ -207,6 +207,13 @@ def test_missing_truncated_and_unreadable_shards(model, faults_of):
     expect(faults_of(), second.name, "cut off")
     second.write_bytes(whole[:8] + b"x" * 50)
     expect(faults_of(), second.name, "header")
+    length = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + length])
+    smallest, largest = sorted(header, key=lambda name: header[name]["data_offsets"][1])[:: len(header) - 1]
+    header[smallest]["data_offsets"] = header[largest]["data_offsets"]
+    text = json.dumps(header).encode()
+    second.write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + length :])
+    expect(faults_of(), second.name, "tensors that overlap, or gaps")
     second.unlink()
     expect(faults_of(), second.name, "is missing")
 

@@ -1,6 +1,7 @@
 """Checkpoint directories: what is broken is refused by name."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.weights.hf_directories import make_reference, random_tensors
     "files, message",
     [
         ({}, "neither model.safetensors.index.json nor model.safetensors; give a safetensors checkpoint"),
-        ({"pytorch_model.bin": b"\x80\x02"}, "give a safetensors checkpoint"),
+        ({"pytorch_model.bin": b"\x80\x02"}, "give a safetensors checkpoint; pytorch_model.bin is a pickle, which is never"),
         ({INDEX: b'{"weight_map": {"a": "gone.safetensors"}}'}, "the index names gone.safetensors, which is missing"),
         ({INDEX: b'{"weight_map"'}, "is not JSON"),
         ({INDEX: b'{"metadata": {}}'}, "has no weight_map"),
@@ -33,6 +34,31 @@ def test_broken_directories_are_refused(tmp_path, files, message):
     with pytest.raises(ConfigError, match=message) as error:
         HFReader(tmp_path)
     assert str(tmp_path) in str(error.value) and str(error.value).startswith("model.hf: ")
+
+
+def test_a_file_in_place_of_a_directory(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="model.hf: .*config.json can't be read .Not a directory"):
+        read_hf_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        ('"a": [0, 4], "b": [0, 4]', "b begins at byte .*, where the tensor before it ends"),
+        ('"a": [0, 4], "b": [8, 12]', "b begins at byte .*, where the tensor before it ends"),
+        ('"a": [4, 8]', "a begins at byte .*, where the tensor before it ends"),
+        ('"a": [0, 4], "a": [4, 8]', "a comes twice"),
+    ],
+)
+def test_tensors_that_share_bytes_or_a_name(tmp_path, header, message):
+    """Each by itself is whole, and the file ends where its header says."""
+    entry = re.sub(r": (\[.*?\])", r': {"dtype": "F32", "shape": [1], "data_offsets": \1}', header)
+    size = max(int(number) for number in re.findall(r"\d+", header))
+    text = f"{{{entry}}}".encode()
+    (tmp_path / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+    with pytest.raises(ConfigError, match=message):
+        HFReader(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [4, 30, -1])
