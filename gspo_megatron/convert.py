@@ -19,6 +19,7 @@ from torch import Tensor
 from gspo_megatron.config import ConfigError
 from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.hf_files import read_hf_config
+from gspo_megatron.weights.partial import PartialDirectory
 from gspo_megatron.weights.plan import hf_dtypes
 from gspo_megatron.weights.raw_files import PIECE_BYTES, as_bytes
 from gspo_megatron.weights.rules import ModelShape
@@ -181,6 +182,12 @@ def run_tool(convert: Callable[[], str]) -> int:
     if first:
         print(answer)
     return 0
+
+
+def with_fault(description: str, partial: PartialDirectory) -> str:
+    """What a dry run says, and why the same command without it would be refused."""
+    fault = partial.target_fault()
+    return f"{description}\n  refused: {fault}" if fault else description
 
 
 def size_text(num_bytes: int) -> str:

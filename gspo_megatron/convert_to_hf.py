@@ -13,7 +13,7 @@ from gspo_megatron.checkpoints import MANIFEST
 from gspo_megatron.config import ConfigError
 from gspo_megatron.convert import (
     DTYPES, HF_SUBDIRECTORY, Ranks, Reader, most_common, output_dtypes, pieces, progress, read_family, renamed,
-    size_text, verify,
+    size_text, verify, with_fault,
 )  # fmt: skip
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import copy_model_files
@@ -42,9 +42,9 @@ def convert(options: Options, ranks: Ranks) -> str:
     """Writes the checkpoint, all ranks sharing its shards; what to tell the user. Raises ConfigError."""
     if not options.megatron.is_dir():
         raise ConfigError(f"--megatron: {options.megatron} is not a directory; give a torch_dist checkpoint")
-    partial = PartialDirectory(options.hf, "--hf")
+    partial = PartialDirectory(options.hf, "--hf", options.megatron, options.overwrite)
     if not options.dry_run:
-        partial.refuse_target(options.overwrite)
+        partial.refuse_target()
     reference, option = find_reference(options)
     _, family, shape = read_family(reference, option)
     reader = MegatronReader(options.megatron, family, shape, "--megatron")
@@ -56,7 +56,7 @@ def convert(options: Options, ranks: Ranks) -> str:
         dtypes[name] = DTYPES[options.dtype] if cast else reader.dtype(name)
     shards = plan_shards(reader, dtypes, options.shard_bytes)
     if options.dry_run:
-        return _describe(options, reader, dtypes, shards, shape.num_layers)
+        return with_fault(_describe(options, reader, dtypes, shards, shape.num_layers), partial)
     return _write(_Plan(options, reference, reader, dtypes, shards), partial, ranks)
 
 

@@ -19,7 +19,7 @@ from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
     HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family,
-    renamed, size_text, verify,
+    renamed, size_text, verify, with_fault,
 )  # fmt: skip
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import SINGLE, HFReader, read_hf_config
@@ -81,16 +81,16 @@ def convert(options: Options) -> str:
         check_files(reader, family, shape)
     except ConfigError as error:
         raise renamed(error, "--hf") from None
-    partial = PartialDirectory(options.megatron, "--megatron")
+    partial = PartialDirectory(options.megatron, "--megatron", options.hf, options.overwrite)
     if not options.dry_run:
-        partial.refuse_target(options.overwrite)
+        partial.refuse_target()
     _cuts(family, shape, options)
     mesh = open_mesh()
     try:
         parts, objects = stored_layout(hf, mesh)
         plan = _Plan(reader, family, shape, parts, options)
         if options.dry_run:
-            return plan.describe()
+            return with_fault(plan.describe(), partial)
         return _write(plan, objects, partial, Ranks(mesh.rank, mesh.world_size), family)
     finally:
         mesh.close()
@@ -256,6 +256,7 @@ def _write(plan: _Plan, objects: list[StoredObject], partial: PartialDirectory, 
     with progress("writing", num_bytes, ranks) as advance, without_checksums():
         for name in mine:
             partial.write(name, lambda file, name=name: plan.write_file(file, name, advance))
+    ranks.barrier()  # rank 0 now reads what all ranks noted
     if ranks.rank == 0:
         _write_rest(plan, objects, partial)
     ranks.barrier()

@@ -4,15 +4,14 @@ Runs on other machines are found by `WeightSync.check_unchanged`.
 """
 
 import contextlib
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from gspo_megatron.config import ConfigError
+from gspo_megatron.file_lock import take
 from gspo_megatron.rollout.transports.base import is_local
 
 
@@ -27,10 +26,12 @@ def hold_servers(urls: Sequence[str], run_dir: str | Path) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         for url in urls:
             file = held.enter_context((directory / _file_name(url)).open("a+b"))
-            _lock(file, url)
-            file.truncate(0)
-            file.write(f"process {os.getpid()}, run.dir {Path(run_dir).absolute()}".encode())
-            file.flush()
+            owner = take(file, f"process {os.getpid()}, run.dir {Path(run_dir).absolute()}")
+            if owner is not None:
+                raise ConfigError(
+                    f"rollout.servers: {url} gets weights from {owner} already; two runs would overwrite each other's, so"
+                    " stop that one, or start servers for this one"
+                )
         yield
 
 
@@ -38,16 +39,3 @@ def _file_name(url: str) -> str:
     parts = urlsplit(url)
     host = "localhost" if is_local(url) else parts.hostname
     return f"{host}_{parts.port or parts.scheme}.lock"
-
-
-def _lock(file: BinaryIO, url: str) -> None:
-    try:
-        # a record lock: gone with this process, and not handed on to its children
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        owner = file.read(4096).decode(errors="replace") or "another run"
-        raise ConfigError(
-            f"rollout.servers: {url} gets weights from {owner} already; two runs would overwrite each other's, so stop"
-            " that one, or start servers for this one"
-        ) from error

@@ -4,6 +4,7 @@
     .NAME.partial/FILE              finished files
     .NAME.partial/FILE.done.json    written after FILE: its size, and what its writer wants to know of it later
     .NAME.partial/FILE.writing      a file under way
+    .NAME.partial/.lock             held by the conversion that is writing
 
 A start that goes on removes what is not finished.
 """
@@ -17,43 +18,88 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from gspo_megatron.config import ConfigError
+from gspo_megatron.file_lock import take
 
-SOURCE, DONE, WRITING = "source.json", ".done.json", ".writing"
+SOURCE, DONE, WRITING, LOCK = "source.json", ".done.json", ".writing", ".lock"
 _BUFFER_BYTES = 1 << 20
 
 
 class PartialDirectory:
     """All ranks of a conversion share one; rank 0 alone calls `begin` and `finish`."""
 
-    def __init__(self, target: Path, option: str):
-        """`option` is the command line's name of `target`, for messages."""
-        self.target, self._option = target, option
-        self.path = target.parent / f".{target.name}.partial"
+    def __init__(self, target: Path, option: str, source: Path, overwrite: bool = False):
+        """`option` is the command line's name of `target`, for messages; `source` what is converted. A target that is
+        there is only replaced with `overwrite`."""
+        self.target, self._option = Path(os.path.realpath(target)), option  # a link's own name can't be a directory's
+        self._source, self._overwrite = Path(os.path.realpath(source)), overwrite
+        self.path = self.target.parent / f".{self.target.name}.partial"
+        self._old = self.target.parent / f".{self.target.name}.old"
+        self._lock: BinaryIO | None = None
 
-    def refuse_target(self, overwrite: bool) -> None:
-        """Raises ConfigError where the target is there, or can't be made."""
+    def target_fault(self) -> str:
+        """Why the target can't be written: it is there, holds the source, or can't be made; empty where it can."""
         parent = self.target.parent
-        if self.target.exists() and not overwrite and (not self.target.is_dir() or any(self.target.iterdir())):
-            raise ConfigError(f"{self._option}: {self.target} exists; remove it, give another, or add --overwrite")
+        if self.target.exists() and not self._overwrite and not self._is_empty():
+            return f"{self._option}: {self.target} exists; remove it, give another, or add --overwrite"
+        if self._source.is_relative_to(self.target):
+            return f"{self._option}: {self.target} holds what is converted, which would be removed; give another"
+        if os.path.ismount(self.target):
+            return f"{self._option}: {self.target} is where a file system is mounted; give a directory in it"
         while not parent.exists():
             parent = parent.parent
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK, effective_ids=True):
-            raise ConfigError(f"{self._option}: {self.target} can't be made: {parent} is not a directory to write into")
+            return f"{self._option}: {self.target} can't be made: {parent} is not a directory to write into"
+        return ""
+
+    def refuse_target(self) -> None:
+        """Raises ConfigError for a `target_fault`."""
+        fault = self.target_fault()
+        if fault:
+            raise ConfigError(fault)
+
+    def _is_empty(self) -> bool:
+        return self.target.is_dir() and not any(self.target.iterdir())
 
     def begin(self, source: dict[str, Any]) -> int:
-        """Make the directory, or take up one of the same source; how many files are finished."""
+        """Make the directory, or take up one of the same source; how many files are finished.
+
+        Raises ConfigError where another conversion is writing there.
+        """
         with self.failures_named():
-            if self.path.exists() and _read_json(self.path / SOURCE) != source:
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
-            done = [file.name.removesuffix(DONE) for file in self.path.glob(f"*{DONE}")]
+            self._hold()
+            if self._old.exists() and not self.target.exists():  # killed between the two renames of `finish`
+                self._old.rename(self.target)
+            self.refuse_target()
+            anew = _read_json(self.path / SOURCE) != source
+            done = [] if anew else [file.name.removesuffix(DONE) for file in self.path.glob(f"*{DONE}")]
             finished = [name for name in done if self.finished(name) is not None]
-            kept = {*finished, *(f"{name}{DONE}" for name in finished)}
+            kept = {LOCK, *finished, *(f"{name}{DONE}" for name in finished)}
             for file in self.path.iterdir():
                 if file.name not in kept:
                     remove(file)
             _write_json(self.path / SOURCE, source)
         return len(finished)
+
+    def _hold(self) -> None:
+        """Until `finish`, `discard` or this process's end."""
+        while self._lock is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / LOCK).open("a+b")
+            owner = take(lock, f"process {os.getpid()}")
+            if owner is not None:
+                lock.close()
+                raise ConfigError(
+                    f"{self._option}: {owner} is writing {self.target}; wait for its end, stop it, or give another"
+                )
+            if _is_file_of(lock, self.path / LOCK):  # else the one before has just finished, and renamed it away
+                self._lock = lock
+            else:
+                lock.close()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def finished(self, name: str) -> dict[str, Any] | None:
         """What the writer of this file said of it; None where it is not finished."""
@@ -85,20 +131,28 @@ class PartialDirectory:
     def finish(self) -> None:
         """Remove the notes, and give the directory its name; what had the name before goes then, not earlier."""
         with self.failures_named():
-            for file in [*self.path.glob(f"*{DONE}"), self.path / SOURCE]:
-                file.unlink()
+            self.refuse_target()  # somebody may have made it meanwhile: the finished files stay then
             for file in self.path.rglob("*"):
                 sync(file)
-            old = self.target.parent / f".{self.target.name}.old"
-            if self.target.exists() and not (self.target.is_dir() and not any(self.target.iterdir())):
-                remove(old)
-                self.target.rename(old)
-            self.path.rename(self.target)
-            remove(old)
+            for file in [*self.path.glob(f"*{DONE}"), self.path / SOURCE]:
+                file.unlink()
+            if self.target.exists() and not self._is_empty():
+                remove(self._old)
+                self.target.rename(self._old)
+            try:
+                self.path.rename(self.target)
+            except OSError:
+                if self._old.exists():
+                    self._old.rename(self.target)
+                raise
+            (self.target / LOCK).unlink()
+            self._release()
+            remove(self._old)
             sync(self.target.parent)
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
 
     def failures_named(self) -> "_FailuresNamed":
         return _FailuresNamed(self)
@@ -125,7 +179,7 @@ class _FailuresNamed:
 
 
 def remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
@@ -138,6 +192,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_file_of(file: BinaryIO, path: Path) -> bool:
+    """Whether the open `file` is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _read_json(path: Path) -> Any:

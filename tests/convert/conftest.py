@@ -1,5 +1,8 @@
 """All families, converted once for all tests."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from gspo_megatron.convert_to_megatron import Options
@@ -28,3 +31,16 @@ def conversions(tmp_path_factory) -> list[tuple[str, str]]:
     ]
     to_megatron(options)
     return [(str(each.hf), str(each.megatron)) for each in options]
+
+
+@pytest.fixture
+def hf(tmp_path, tiny_qwen3_moe) -> Path:
+    """A Qwen3-MoE checkpoint that a test may spoil."""
+    return Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "hf"))
+
+
+@pytest.fixture
+def megatron(tmp_path, conversions) -> Path:
+    """A converted Qwen3-MoE that a test may spoil."""
+    source = next(megatron for _, megatron in conversions if megatron.endswith("qwen3_moe-tp2pp2ep2"))
+    return Path(shutil.copytree(source, tmp_path / "megatron"))

@@ -5,12 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from gspo_megatron import convert_to_hf, convert_to_megatron
+from gspo_megatron.convert import Ranks
 from gspo_megatron.weights.hf_files import read_hf_config
 from gspo_megatron.weights.rules import ModelShape
 from tests.ranks import REPOSITORY
@@ -23,9 +26,34 @@ def to_megatron(options: Sequence, num_ranks: int = 1) -> list[str]:
 
 
 def _to_megatron(options: Sequence) -> list[str]:
-    from gspo_megatron.convert_to_megatron import convert
+    return [convert_to_megatron.convert(each) for each in options]
 
-    return [convert(each) for each in options]
+
+def to_megatron_here(hf, megatron, **options) -> str:
+    """Without a process of its own: only for what is refused before a process group is made."""
+    return convert_to_megatron.convert(convert_to_megatron.Options(Path(hf), Path(megatron), **options))
+
+
+def to_hf(megatron, hf, **options) -> str:
+    return convert_to_hf.convert(convert_to_hf.Options(Path(megatron), Path(hf), **options), Ranks())
+
+
+def to_megatron_late(options, seconds: float) -> str:
+    """On a rank: one conversion whose ranks other than 0 begin to write when rank 0 has gone on to what joins the
+    files, or after `seconds`."""
+    import torch.distributed as dist
+
+    write_file = convert_to_megatron._Plan.write_file
+    joined = options.megatron.parent / f".{options.megatron.name}.partial" / "__objects_0.distcp"
+
+    def late(plan, *arguments):
+        deadline = time.monotonic() + seconds
+        while dist.get_rank() and not joined.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return write_file(plan, *arguments)
+
+    convert_to_megatron._Plan.write_file = late
+    return convert_to_megatron.convert(options)
 
 
 def has_experts(directory) -> bool:

@@ -6,40 +6,18 @@ import os
 import pickle
 import resource
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_megatron import convert_to_hf, convert_to_megatron
+from gspo_megatron import convert_to_hf
 from gspo_megatron.config import ConfigError
-from gspo_megatron.convert import Ranks, verify
+from gspo_megatron.convert import verify
 from gspo_megatron.weights.hf_files import HFReader
 from make_tiny_model import make_tiny_model
-from tests.convert.conversions import hashes, leftovers, tool
-
-
-def to_megatron(hf, megatron, **options) -> str:
-    """Only for what is refused before a process group is made."""
-    return convert_to_megatron.convert(convert_to_megatron.Options(Path(hf), Path(megatron), **options))
-
-
-def to_hf(megatron, hf, **options) -> str:
-    return convert_to_hf.convert(convert_to_hf.Options(Path(megatron), Path(hf), **options), Ranks())
-
-
-@pytest.fixture
-def hf(tmp_path, tiny_qwen3_moe) -> Path:
-    return Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "hf"))
-
-
-@pytest.fixture
-def megatron(tmp_path, conversions) -> Path:
-    """A converted Qwen3-MoE that a test may spoil."""
-    source = next(megatron for _, megatron in conversions if megatron.endswith("qwen3_moe-tp2pp2ep2"))
-    return Path(shutil.copytree(source, tmp_path / "megatron"))
+from tests.convert.conversions import hashes, leftovers, to_hf, to_megatron_here, tool
 
 
 def sharded(directory: Path) -> None:
@@ -101,7 +79,7 @@ def test_a_broken_hugging_face_checkpoint(hf, tmp_path, fault):
     spoil, message = HF_FAULTS[fault]
     spoil(hf)
     with pytest.raises(ConfigError, match=message) as error:
-        to_megatron(hf, tmp_path / "out")
+        to_megatron_here(hf, tmp_path / "out")
     assert all(line.startswith("--hf: ") for line in error.value.faults)
     assert leftovers(tmp_path, "hf") == [] and not (hf / "touched").exists()
 
@@ -110,7 +88,7 @@ def test_pickles_in_place_of_safetensors(hf, tmp_path):
     (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
     (hf / "pytorch_model.bin").write_bytes(pickle.dumps(Touch(tmp_path / "touched")))
     with pytest.raises(ConfigError, match="give a safetensors checkpoint"):
-        to_megatron(hf, tmp_path / "out")
+        to_megatron_here(hf, tmp_path / "out")
     assert leftovers(tmp_path, "hf") == []
 
 
@@ -124,7 +102,7 @@ def test_pickles_in_place_of_safetensors(hf, tmp_path):
 )
 def test_a_layout_that_does_not_fit(hf, tmp_path, sizes, message):
     with pytest.raises(ConfigError, match=message):
-        to_megatron(hf, tmp_path / "out", **sizes)
+        to_megatron_here(hf, tmp_path / "out", **sizes)
     assert leftovers(tmp_path, "hf") == []
 
 
@@ -172,47 +150,6 @@ def test_a_broken_or_foreign_megatron_checkpoint(megatron, tmp_path, fault):
     assert leftovers(tmp_path, "megatron", ".out.partial") == [] and not (megatron / "touched").exists()
     kept = list((tmp_path / ".out.partial").glob("*.safetensors*")) if (tmp_path / ".out.partial").exists() else []
     assert kept == []
-
-
-def test_a_target_that_is_there_stays_until_it_is_replaced(megatron, hf, tmp_path):
-    before = hashes(hf)
-    with pytest.raises(ConfigError, match="--hf: .*hf exists; remove it, give another, or add --overwrite"):
-        to_hf(megatron, hf)
-    with pytest.raises(ConfigError, match="--megatron: .*megatron exists"):
-        to_megatron(hf, megatron)
-    assert hashes(hf) == before
-    to_hf(megatron, hf, overwrite=True)
-    assert hashes(hf) != before and leftovers(tmp_path, "hf", "megatron") == []
-    (tmp_path / "empty").mkdir()
-    to_hf(megatron, tmp_path / "empty")
-    assert hashes(tmp_path / "empty") == hashes(hf)
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(ConfigError, match="exists"):
-        to_hf(megatron, tmp_path / "file")
-    with pytest.raises(ConfigError, match="is not a directory to write into"):
-        to_hf(megatron, tmp_path / "file" / "out")
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_a_place_without_the_right_to_write(conversions):
-    root = Path(tempfile.mkdtemp())
-    try:
-        source = next(megatron for _, megatron in conversions if megatron.endswith("qwen3_moe-one"))
-        shutil.copytree(source, root / "megatron")
-        (root / "locked").mkdir()
-        for path in (root, root / "locked"):
-            path.chmod(0o555)
-        was_root = os.geteuid() == 0
-        os.seteuid(65534) if was_root else None
-        try:
-            with pytest.raises(ConfigError, match="--hf: .*can't be made: .*locked is not a directory to write into"):
-                to_hf(root / "megatron", root / "locked" / "out")
-        finally:
-            os.seteuid(0) if was_root else None
-        assert list((root / "locked").iterdir()) == []
-    finally:
-        root.chmod(0o755)
-        shutil.rmtree(root)
 
 
 LARGEST_FILE = 150_000

@@ -10,16 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gspo_megatron import convert_to_hf, convert_to_megatron
-from gspo_megatron.convert import Ranks
+from gspo_megatron import convert_to_megatron
 from make_tiny_model import make_tiny_model
-from tests.convert.conversions import hashes, leftovers, to_megatron, tool
+from tests.convert.conversions import hashes, leftovers, to_hf, to_megatron, to_megatron_late, tool
 from tests.convert.megatron_loads import save_policy
 from tests.ranks import run_ranks
-
-
-def to_hf(megatron, hf, **options) -> str:
-    return convert_to_hf.convert(convert_to_hf.Options(megatron=megatron, hf=hf, **options), Ranks())
 
 
 def test_every_family_comes_back_bit_for_bit(conversions, tmp_path):
@@ -57,6 +52,13 @@ def test_under_torchrun_ranks_share_the_files(tmp_path):
     assert again.returncode == 0, again.stderr
     assert hashes(tmp_path / "back") == hashes(hf)
     assert leftovers(tmp_path, "hf", "mg", "back") == []
+
+
+def test_a_rank_that_is_late_is_waited_for(tmp_path, tiny_qwen3_moe):
+    options = convert_to_megatron.Options(tiny_qwen3_moe, tmp_path / "mg", pipeline=2, verify=True)
+    run_ranks(to_megatron_late, 2, options, 2.0)
+    to_hf(tmp_path / "mg", tmp_path / "back")
+    assert hashes(tmp_path / "back") == hashes(tiny_qwen3_moe)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
