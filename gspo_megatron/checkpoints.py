@@ -49,14 +49,14 @@ def checkpoints_dir(config: Config) -> Path:
 def find_checkpoint(config: Config) -> SavedRun | None:
     """The checkpoint that a run with this configuration goes on from; None where there is none, or with run.overwrite.
 
-    Raises ConfigError, naming the file, for a last checkpoint that is damaged, unless `checkpoint.fall_back` is set and
-    there is a whole one before it.
+    Raises ConfigError, naming the file, for a last checkpoint that is damaged or gone, unless `checkpoint.fall_back` is
+    set and there is a whole one before it.
     """
     if config.run.overwrite:
         return None
     root = checkpoints_dir(config)
     steps = steps_in(root)
-    if not steps:
+    if not steps and not (root / LATEST).exists():
         return None
     last, fault = _last_step(root, steps)
     found = None

@@ -1,12 +1,16 @@
 """The directory that a run writes into: what may be removed there, and what is set aside. No torch here."""
 
+import contextlib
+import os
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gspo_megatron.checkpoints import SavedRun, checkpoints_dir, remove_partial, steps_in
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.config_loader import dump_config, load_config
+from gspo_megatron.file_lock import take
 from gspo_megatron.resume import as_json, changed_faults
 
 OUTPUTS = ("metrics.jsonl", "config.yaml", "rollouts", "servers", "hf", "checkpoints", "tensorboard", "report.png")
@@ -16,6 +20,35 @@ _RESULTS = ("metrics.jsonl", "rollouts", "hf")
 """Outputs that are never removed without `run.overwrite`, as are hf_step_N and whole checkpoints."""
 _MADE_ANEW = ("config.yaml", "servers", "checkpoints", "report.png")
 """Outputs that are not worth keeping of a run that starts again from its first step."""
+
+
+LOCK = ".lock"
+"""In run.dir: held by the run that writes there."""
+_LOCK_WAIT_S = 10.0
+"""For a killed run's processes to be gone."""
+
+
+@contextlib.contextmanager
+def hold_run_dir(config: Config, wait_s: float = _LOCK_WAIT_S) -> Iterator[None]:
+    """Hold run.dir until the end of the block or of this process, however it ends: two runs would take each other's
+    files away. Raises ConfigError naming the process that holds it, or where it can't be written."""
+    directory = Path(config.run.dir)
+    with contextlib.ExitStack() as held:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context((directory / LOCK).open("a+b"))
+        except OSError as error:
+            raise _unwritable(directory, error) from error
+        owner = take(file, f"process {os.getpid()} on {socket.gethostname()}", wait_s)
+        if owner is not None:
+            raise ConfigError(
+                f"run.dir: {directory} is written by {owner}; wait for that run's end, stop it, or give another directory"
+            )
+        yield
+
+
+def _unwritable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.dir: {directory} can't be written ({error.strerror}); give a writable directory")
 
 
 def prepare_run_dir(
@@ -44,11 +77,11 @@ def prepare_run_dir(
             else:
                 target.unlink(missing_ok=True)
         _remove_half_written(config)
+        if config.checkpoint.save:
+            checkpoints_dir(config).mkdir(exist_ok=True)  # empty, it says that a run was killed before its first
         (directory / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"run.dir: {directory} can't be written ({error.strerror}); give a writable directory"
-        ) from error
+        raise _unwritable(directory, error) from error
     return directory
 
 
@@ -91,7 +124,9 @@ def _why_not_started_again(config: Config, directory: Path) -> str:
         return " of an unknown configuration (config.yaml can't be read)"
     metrics = directory / "metrics.jsonl"
     num_steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    if (directory / "hf").exists() or num_steps >= earlier.train.steps:
+    # one that saves ends with a checkpoint: without any it was killed before, unless somebody removed the directory
+    never_saved = earlier.checkpoint.save and checkpoints_dir(config).is_dir()
+    if not never_saved and ((directory / "hf").exists() or num_steps >= earlier.train.steps):
         return " that ended"
     changed = list(changed_faults(config, SavedRun(0, 0, None, 1, as_json(earlier), {}, directory), with_model=False))
     return f" of another configuration ({changed[0].split(':')[0]})" if changed else ""
@@ -112,7 +147,8 @@ def _set_aside(directory: Path, report: Callable[[str], None]) -> None:
 
 def _refuse_own_input(config: Config, directory: Path) -> None:
     """Raises ConfigError for an input that lies in what is about to be removed or renamed."""
-    inputs = {"model.hf": config.model.hf, "rollout.replay": config.rollout.replay, "data.train": config.data.train}
+    inputs = {"model.hf": config.model.hf, "model.megatron": config.model.megatron}
+    inputs |= {"rollout.replay": config.rollout.replay, "data.train": config.data.train}
     for key, value in inputs.items():
         for name in {*OUTPUTS, *_outputs_in(directory)} if value else ():
             if Path(value).resolve().is_relative_to((directory / name).resolve()):

@@ -28,7 +28,7 @@ from gspo_megatron.metrics import MetricsWriter, Progress
 from gspo_megatron.outgoing import bring_to_rank_zero, outgoing_weights
 from gspo_megatron.plugins import load_function, load_loss
 from gspo_megatron.resume import as_json
-from gspo_megatron.run_dir import prepare_run_dir
+from gspo_megatron.run_dir import hold_run_dir, prepare_run_dir
 from gspo_megatron.rollout.senders import Crew
 from gspo_megatron.saving import Saver
 from gspo_megatron.sources import LiveSource, ReplaySource
@@ -100,6 +100,9 @@ class Run:
         config, self.source = self.config, None
         if is_rank_zero():
             self._saved = find_checkpoint(config)
+            if not self.is_complete:
+                stack.enter_context(hold_run_dir(config))
+                self._saved = find_checkpoint(config)  # who held it before may have written one meanwhile
             if self.is_complete:
                 report(f"{self._saved.directory}: all {config.train.steps} train.steps are done; raise it to go on")
             else:

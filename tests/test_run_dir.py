@@ -1,12 +1,18 @@
 """The run's directory: results are never lost by accident, and config.yaml is the run's configuration."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from gspo_megatron.config import Config, ConfigError, DataConfig, GRPOConfig, ModelConfig, RolloutConfig, RunConfig
+from gspo_megatron.config import (
+    Config, ConfigError, DataConfig, GRPOConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig,
+)  # fmt: skip
 from gspo_megatron.config_loader import load_config
-from gspo_megatron.run_dir import OUTPUTS, prepare_run_dir
+from gspo_megatron.run_dir import OUTPUTS, hold_run_dir, prepare_run_dir
+from tests.ranks import REPOSITORY
 
 
 def config_in(directory: Path, overwrite: bool = False, **sections) -> Config:
@@ -58,13 +64,14 @@ def test_a_start_that_failed_does_not_stand_in_the_way(tmp_path):
     "key, output, sections",
     [
         ("model.hf", "hf", lambda place: {"model": ModelConfig(hf=place)}),
+        ("model.megatron", "checkpoints", lambda place: {"model": ModelConfig(hf="elsewhere", megatron=place)}),
         ("rollout.replay", "rollouts", lambda place: {"rollout": RolloutConfig(replay=place)}),
         ("data.train", "rollouts", lambda place: {"data": DataConfig(train=f"{place}/inside.txt")}),
     ],
 )
 @pytest.mark.parametrize("relative", [False, True])
 def test_a_run_does_not_remove_its_own_input(tmp_path, monkeypatch, key, output, sections, relative):
-    fill(tmp_path / "run", "metrics.jsonl", "hf", "rollouts")
+    fill(tmp_path / "run", "metrics.jsonl", "hf", "rollouts", "checkpoints")
     before = files(tmp_path)
     monkeypatch.chdir(tmp_path)
     place = f"run/../run/{output}" if relative else str(tmp_path / "run" / output)
@@ -102,3 +109,53 @@ def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", refused)
     with pytest.raises(ConfigError, match="can't be written \\(Permission denied\\)"):
         prepare_run_dir(config_in(tmp_path / "run"))
+
+
+HOLD = """
+import sys
+from gspo_megatron.config import Config, RunConfig
+from gspo_megatron.run_dir import hold_run_dir
+with hold_run_dir(Config(run=RunConfig(dir=sys.argv[1]))):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+    """Until the first is gone, however it ended."""
+    config = config_in(tmp_path / "run")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, config.run.dir], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    ) as first:  # fmt: skip
+        assert first.stdout.readline() == "holds\n"
+        with pytest.raises(ConfigError, match=f"run.dir: .*run is written by process {first.pid} on .*; wait for that"):
+            with hold_run_dir(config, wait_s=0.2):
+                pass
+        first.kill()
+        with hold_run_dir(config):
+            pass
+
+
+def test_a_place_that_cannot_be_held_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run.dir: .*file/run can't be written .Not a directory"):
+        with hold_run_dir(config_in(tmp_path / "file" / "run")):
+            pass
+
+
+@pytest.mark.parametrize("left", [("checkpoints/step_3.partial/w.distcp",), ()])
+def test_a_run_killed_before_its_only_checkpoint_was_whole_starts_again(tmp_path, left):
+    """It had made all its steps and its export: nothing else says that it did not end."""
+    config = config_in(tmp_path, train=TrainConfig(steps=3))
+    prepare_run_dir(config)
+    fill(tmp_path, "hf", *left)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')
+    said = []
+    prepare_run_dir(config, report=said.append)
+    assert "ended before its first checkpoint; starting again" in said[0]
+    assert files(tmp_path) == {"config.yaml", "hf.1/inside.txt", "metrics.jsonl.1"}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "checkpoints").rmdir()  # by somebody who wanted the room
+    with pytest.raises(ConfigError, match="holds the results of a run \\(hf\\) that ended"):
+        prepare_run_dir(config)

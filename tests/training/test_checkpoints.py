@@ -131,6 +131,13 @@ def test_a_damaged_one_is_named_and_only_passed_over_when_told(config, damage):
     assert found.directory.name == before and damage in found.note
 
 
+def test_checkpoints_that_are_gone_while_the_pointer_is_there(config):
+    """As after a clean-up of old files: the run must not begin anew without a word."""
+    shutil.rmtree(write(config, 6))
+    with pytest.raises(ConfigError, match="step_6/run.json is missing, and no whole checkpoint is before it.*overwrite"):
+        find_checkpoint(config)
+
+
 def test_a_damaged_one_without_another(config):
     DAMAGE["weights"](write(config, 6))
     for fall_back in (False, True):

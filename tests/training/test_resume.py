@@ -1,8 +1,10 @@
 """A run that ended early and is started again goes on as if nothing had happened."""
 
 import json
+import pickle
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,3 +186,51 @@ def test_live_prompts_go_on_in_their_order(sglang_server, tmp_path):
     for line in metrics(run_dir):
         assert line["rollout/weight_version"] == line["step"]
         assert line["rollout/logprob_gap_max"] <= 1e-3, line
+
+
+class Touch:
+    """A pickle that makes a file where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def spoil_object(directory, touch):
+    """The generators come from a file of their own, with a call of `open` in it."""
+    path = directory / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (index,) = [index for index in metadata.storage_data if index.fqn.startswith("generators")]
+    torch.save([touch], directory / "spoilt.distcp")
+    length = (directory / "spoilt.distcp").stat().st_size
+    metadata.storage_data[index] = replace(
+        metadata.storage_data[index], relative_path="spoilt.distcp", offset=0, length=length
+    )
+    path.write_bytes(pickle.dumps(metadata))
+
+
+CODE = {
+    ".metadata": lambda directory, touch: (directory / ".metadata").write_bytes(pickle.dumps(touch)),
+    "common.pt": lambda directory, touch: (directory / "common.pt").write_bytes(pickle.dumps(touch)),
+    "generators": spoil_object,
+}
+
+
+@pytest.mark.parametrize("where", CODE)
+def test_code_in_a_checkpoint_is_not_run(tiny_qwen3_moe, rollouts, whole, tmp_path, where):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    directory = run_dir / "checkpoints" / "step_9"
+    shutil.rmtree(run_dir / "checkpoints" / "step_12")
+    (run_dir / "checkpoints" / "latest.json").write_text('{"checkpoint": "step_9"}')
+    CODE[where](directory, Touch(tmp_path / "touched"))
+    manifest = json.loads((directory / "run.json").read_text())
+    manifest["files"] = {name: (directory / name).stat().st_size for name in manifest["files"]}
+    (directory / "run.json").write_text(json.dumps(manifest))
+    refused = train_alone(settings(tiny_qwen3_moe, rollouts, run_dir))
+    assert refused.returncode == 2, refused.stdout[-4000:]
+    assert f"the checkpoint {directory} can't be loaded" in refused.stdout
+    assert where in refused.stdout and "not loaded" in refused.stdout, refused.stdout[-4000:]
+    assert not (tmp_path / "touched").exists()

@@ -4,13 +4,14 @@ import json
 import shutil
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tests.training.replayed import num_lines, release, settings, signal_when, start, write_rollouts
-from tests.training.runs import metrics, train_alone, untimed
+from tests.training.runs import TIMEOUT_S, metrics, train_alone, untimed
 
 NUM_STEPS = 8
 
@@ -150,6 +151,34 @@ def test_ended_before_its_first_checkpoint(run_of, whole, tmp_path):
     for name, least in (("metrics.jsonl.1", 2), ("metrics.jsonl.2", 3)):
         kept = [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
         assert least <= len(kept) <= 3 and untimed(kept) == untimed(metrics(whole)[: len(kept)])
+
+
+def test_killed_while_its_only_checkpoint_is_written(run_of, whole, tmp_path):
+    """After the last step and the export: the same command makes both again, and keeps what was there."""
+    run_dir = tmp_path / "run"
+    arguments = run_of(run_dir, "checkpoint.every=0")
+    killed = start(arguments, tmp_path / "log", held_files="step_8.partial")
+    signal_when(killed, (run_dir / "checkpoints" / "step_8.partial").exists, signal.SIGKILL)
+    again = train_alone(arguments)
+    assert again.returncode == 0, again.stdout[-4000:]
+    assert "what it left is in metrics.jsonl.1, hf.1" in again.stdout
+    assert_same(run_dir, whole)
+    assert_same_weights(run_dir / "hf.1", whole / "hf")
+    assert names(run_dir) == ["latest.json", "step_8"]
+
+
+def test_a_second_run_in_one_directory_does_no_harm(run_of, whole, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments = run_of(run_dir, "checkpoint.every=2")
+    first = start(arguments, log, held_files="step_2.partial")
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (run_dir / "checkpoints" / "step_2.partial").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    second = train_alone(arguments)
+    release(log)
+    assert second.returncode == 2 and f"run.dir: {run_dir} is written by process {first.pid} on" in second.stdout
+    assert first.wait(TIMEOUT_S) == 0, log.read_text()[-4000:]
+    assert_same(run_dir, whole)
 
 
 def test_exports_on_the_way(run_of, whole, tmp_path):
