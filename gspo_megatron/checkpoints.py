@@ -31,7 +31,7 @@ class SavedRun:
     weight_version: int
     """What the servers' weights were called."""
     data: dict[str, Any] | None
-    """PromptSource.state(); None for a run that replayed saved rollouts."""
+    """The source's position: PromptSource.state(), or what a run that replays saved rollouts knows of them."""
     world_size: int
     config: dict[str, Any]
     """The resolved configuration, as JSON values."""

@@ -131,7 +131,16 @@ def pieces(reader: Reader, name: str, dtype: torch.dtype) -> Iterator[Tensor]:
     for low in range(0, shape[0], rows) if shape else (0,):
         piece = buffer[: min(rows, shape[0] - low)] if shape else buffer
         reader.read_into(name, (low,) + (0,) * (len(shape) - 1) if shape else (), piece)
+        refuse_infinite(reader, name, piece)
         yield piece
+
+
+def refuse_infinite(reader: Reader, name: str, piece: Tensor) -> None:
+    """Raises ConfigError where a cast to fp16, whose largest number is 65504, made a value of this tensor infinite."""
+    if piece.dtype == torch.float16 != reader.dtype(name) and not torch.isfinite(piece).all():
+        raise ConfigError(
+            f"--dtype fp16: {name} has values beyond {torch.finfo(torch.float16).max:g}, or that are no numbers; give bf16"
+        )
 
 
 def tensor_hash(reader: Reader, name: str, dtype: torch.dtype) -> str:

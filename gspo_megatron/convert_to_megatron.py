@@ -19,7 +19,7 @@ from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
     HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family,
-    renamed, size_text, verify, with_fault,
+    refuse_infinite, renamed, size_text, verify, with_fault,
 )  # fmt: skip
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import SINGLE, HFReader, read_hf_config
@@ -87,7 +87,10 @@ def convert(options: Options) -> str:
     _cuts(family, shape, options)
     mesh = open_mesh()
     try:
-        parts, objects = stored_layout(hf, mesh)
+        try:
+            parts, objects = stored_layout(hf, mesh)
+        except ConfigError as error:  # a setting of config.json that the model is not built with
+            raise renamed(error, "--hf") from None
         plan = _Plan(reader, family, shape, parts, options)
         if options.dry_run:
             return with_fault(plan.describe(), partial)
@@ -230,6 +233,8 @@ class _Plan:
                 if part is not None:
                     view = tensor[replace(part, param_start=_minus(part.param_start, item.param_start)).param_slices]
                     view.zero_() if part.hf is None else read_block(self.reader, part, view)
+                    if part.hf is not None:
+                        refuse_infinite(self.reader, part.hf, view)
                     filled += part.numel
             assert filled == tensor.numel(), f"{item.param}: {filled} of {tensor.numel()} elements are in the table"
             place = write_chunk(file, tensor.view((1,) * item.lead + item.shape))

@@ -26,8 +26,9 @@ class Row(NamedTuple):
 class PromptSource:
     """Endless prompts: epoch after epoch, each in an order of its own that follows from the seed and the epoch."""
 
-    def __init__(self, prompts: Sequence[Prompt], shuffle: bool, seed: int):
-        self.prompts = tuple(prompts)
+    def __init__(self, prompts: Sequence[Prompt], shuffle: bool, seed: int, records: str = ""):
+        """`records`: a hash of what the reward reads of them, where that is known to be the same in every process."""
+        self.prompts, self._records = tuple(prompts), records
         self._shuffle, self._seed = shuffle, seed
         identity = json.dumps([seed if shuffle else None, [prompt.token_ids for prompt in self.prompts]])
         self._fingerprint = hashlib.sha256(identity.encode()).hexdigest()
@@ -51,7 +52,8 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """The position, as JSON values."""
-        return {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+        position = {"epoch": self._epoch, "position": self._position, "fingerprint": self._fingerprint}
+        return position | {"records": self._records}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take up a saved position. Raises ConfigError where prompts, seed or shuffling are not as they were then."""
@@ -60,6 +62,11 @@ class PromptSource:
                 "data.train: the prompts, data.shuffle or run.seed are not those of the checkpoint's run, so its "
                 "position means nothing here; restore them, add data.train to run.allow_changed to begin with these, or "
                 "start a new run.dir"
+            )
+        if state.get("records", self._records) != self._records:
+            raise ConfigError(
+                "data.train: the prompts are those of the checkpoint's run, but not what comes with them (answers, say); "
+                "restore the file, add data.train to run.allow_changed to go on with these, or start a new run.dir"
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._order = self._epoch_order(self._epoch)
@@ -91,7 +98,9 @@ def load_dataset(config: DataConfig, tokenizer: Any, seed: int) -> PromptSource:
     prompts = [
         Prompt(index, tuple(ids), row.record) for index, (row, ids) in enumerate(zip(rows, token_ids, strict=True))
     ]
-    return PromptSource(prompts, config.shuffle, seed)
+    from_file = not config.train.startswith("reasoning_gym:")  # whose problems follow from options and seed
+    records = json.dumps([row.record for row in rows], sort_keys=True) if from_file else ""
+    return PromptSource(prompts, config.shuffle, seed, hashlib.sha256(records.encode()).hexdigest())
 
 
 def _raise_faults(faults: list[str]) -> None:

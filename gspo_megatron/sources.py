@@ -4,6 +4,7 @@ Both live on rank 0 only; other ranks get the samples from it.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gspo_megatron.rollout.errors import ServersLost
 from gspo_megatron.rollout.launcher import launch_servers
 from gspo_megatron.rollout.locks import hold_servers
 from gspo_megatron.rollout.pool import RetryPolicy
-from gspo_megatron.rollout.records import load_rollout, save_rollout
+from gspo_megatron.rollout.records import load_rollout, save_rollout, step_file
 from gspo_megatron.rollout.senders import Crew
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators
 from gspo_megatron.rollout.weight_sync import SyncReport, Tensors, WeightSync
@@ -29,6 +30,8 @@ from gspo_megatron.types import Rollout
 from gspo_megatron.weights.hf_files import read_hf_config, read_json
 
 Report = Callable[[str], None]
+REPLAYED = "replayed"
+"""In a position: that rollouts were replayed, and the hash of the last step's file."""
 
 
 class ReplaySource:
@@ -38,18 +41,33 @@ class ReplaySource:
     """Nothing to log: reward terms and sampling rules did their work when the rollouts were saved."""
 
     def __init__(self, config: Config):
-        self._directory = config.rollout.replay
+        self._config, self._directory = config, config.rollout.replay
+        self._last: int | None = None
         load_rollout(self._directory, 0)  # a wrong directory is found before the model is built
 
-    def position(self) -> None:
-        """No position of its own: the step says which file."""
-        return None
+    def position(self) -> dict[str, Any] | None:
+        """The step says which file comes next; this says what the last one held."""
+        return None if self._last is None else {REPLAYED: self._hash(self._last)}
 
     def restore(self, saved: SavedRun) -> None:
-        return None
+        """Raises ConfigError where the last step's file is not the one that the checkpoint's run trained on."""
+        known = (saved.data or {}).get(REPLAYED)
+        allowed = {"rollout", "rollout.replay"} & set(self._config.run.allow_changed)
+        if known is not None and not allowed and self._hash(saved.step - 1) != known:
+            raise ConfigError(
+                f"rollout.replay: {step_file(self._directory, saved.step - 1)} is not what the run of the checkpoint "
+                f"{saved.directory} trained on; give that directory, or add rollout.replay to run.allow_changed"
+            )
+        self._last = saved.step - 1
 
     def collect(self, step: int, send_again: Callable[[], None]) -> Rollout:
+        self._last = step
         return load_rollout(self._directory, step)
+
+    def _hash(self, step: int) -> str:
+        """Of a step's file; of nothing where it is not there."""
+        path = step_file(self._directory, step)
+        return hashlib.sha256(path.read_bytes() if path.is_file() else b"").hexdigest()
 
     def close(self) -> None:
         return None
@@ -131,13 +149,14 @@ class LiveSource:
         """Go on with the prompts where the checkpoint's run was.
 
         After a run of saved rollouts that is where a run with servers would be. Raises ConfigError where the prompts
-        are others; with `data.train` in run.allow_changed they are taken from their beginning.
+        are others; with `data.train` in run.allow_changed they are taken from their beginning. What comes with the
+        same prompts may change then too.
         """
-        if saved.data is None:
+        if saved.data is None or REPLAYED in saved.data:
             self.prompts.next(saved.step * self._config.rollout.prompts_per_step)
         elif {"data", "data.train"} & set(self._config.run.allow_changed):
             try:
-                self.prompts.restore(saved.data)
+                self.prompts.restore({key: value for key, value in saved.data.items() if key != "records"})
             except ConfigError:
                 self._report("data.train: other prompts than the checkpoint's, taken from their beginning")
         else:

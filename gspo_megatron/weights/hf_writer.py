@@ -23,6 +23,11 @@ _HEADER_BYTES, _MOST_HEADER_BYTES = 64 << 10, 1 << 20
 """Room for a shard's header where the names are not known before, and at most; a shard that fills it ends there."""
 
 
+_MODEL_FILES = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
+_MORE_TEMPLATES = "additional_chat_templates"
+"""A folder for those beside chat_template.jinja (transformers, `utils/__init__.py`, CHAT_TEMPLATE_DIR)."""
+
+
 class Writers(Protocol):
     """The processes that write together: a Mesh is one."""
 
@@ -243,11 +248,14 @@ def _copy_files(reference: Path, config: dict[str, Any], by_rank: list[list[Shar
 
 
 def copy_model_files(reference: Path, config: dict[str, Any], dtype: str, directory: Path) -> None:
-    """config.json, which gets the `dtype` that most elements are in, and all small files of a checkpoint but indices."""
-    for file in sorted(reference.iterdir()):
+    """config.json, which gets the `dtype` that most elements are in, and all small files of a checkpoint but indices:
+    tokenizer, chat templates, and the code that some come with (Kimi-K2's tokenizer), which is not run here."""
+    for file in sorted([*reference.iterdir(), *(reference / _MORE_TEMPLATES).glob("*.jinja")]):
         is_index = file.name.endswith(".index.json")  # of the reference's own weights
-        if file.is_file() and file.suffix in (".json", ".txt", ".jinja", ".model") and not is_index:
-            shutil.copyfile(file, directory / file.name)
+        if file.is_file() and file.suffix in _MODEL_FILES and not is_index:
+            copy = directory / file.relative_to(reference)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)
     _write_config(config, dtype, directory / "config.json")
 
 
@@ -263,7 +271,7 @@ def _write_config(config: dict[str, Any], dtype: str, path: Path) -> None:
 def _finish(partial: Path, target: Path, durable: bool) -> None:
     """Give the checkpoint its name; one that has it goes away then."""
     if durable:
-        for path in [*(path for path in partial.iterdir() if path.suffix != ".safetensors"), partial]:
+        for path in [*(path for path in partial.rglob("*") if path.suffix != ".safetensors"), partial]:
             sync(path)
     if target.exists():
         shutil.rmtree(_old(target), ignore_errors=True)

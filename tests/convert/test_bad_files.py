@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gspo_megatron import convert_to_hf
+from gspo_megatron import convert_to_hf, convert_to_megatron
 from gspo_megatron.config import ConfigError
 from gspo_megatron.convert import verify
 from gspo_megatron.weights.hf_files import HFReader
 from make_tiny_model import make_tiny_model
-from tests.convert.conversions import hashes, leftovers, to_hf, to_megatron_here, tool
+from tests.convert.conversions import hashes, leftovers, to_hf, to_megatron, to_megatron_here, tool
 
 
 def sharded(directory: Path) -> None:
@@ -221,6 +221,30 @@ def test_a_start_with_other_settings_begins_anew(interrupted, megatron, tmp_path
     assert len(again) == len(list((tmp_path / "back").glob("*.safetensors"))) != len(written)
     assert not [file for file in (tmp_path / "back").iterdir() if file.name in written]
     assert {kind for kind, _, _ in hashes(tmp_path / "back").values()} == {"torch.bfloat16"}
+
+
+@pytest.mark.parametrize("value", [1e6, float("inf"), float("nan")])
+def test_what_fp16_cannot_hold_is_refused(hf, tmp_path, value):
+    """A cast would make it infinite without a word, and --verify would find the same in what was written."""
+    tensors = load_file(hf / "model.safetensors")
+    to_megatron([convert_to_megatron.Options(hf, tmp_path / "good", dtype="fp16", verify=True)])
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    tensors[name][5, 7] = value
+    save_file(tensors, hf / "model.safetensors", metadata={"format": "pt"})
+    message = f"--dtype fp16: {name} has values beyond 65504"
+    with pytest.raises(RuntimeError, match=message):
+        to_megatron([convert_to_megatron.Options(hf, tmp_path / "half", dtype="fp16")])
+    to_megatron([convert_to_megatron.Options(hf, tmp_path / "whole", verify=True)])
+    with pytest.raises(ConfigError, match=message):
+        to_hf(tmp_path / "whole", tmp_path / "back", dtype="fp16")
+    assert not (tmp_path / "half").exists() and not (tmp_path / "back").exists()
+
+
+def test_a_setting_that_the_model_is_not_built_with_is_named_by_its_option(hf, tmp_path):
+    edit_config(hf, rope_parameters={"rope_type": "martian", "rope_theta": 1e6})
+    with pytest.raises(RuntimeError, match="ConfigError: --hf: rope type 'martian' is not supported"):
+        to_megatron([convert_to_megatron.Options(hf, tmp_path / "out")])
+    assert leftovers(tmp_path, "hf") == []
 
 
 def test_verification_sees_one_wrong_bit(hf, tmp_path):

@@ -104,6 +104,18 @@ def test_restore_goes_on_with_the_same_prompts(tmp_path, shuffle, before):
     assert [restored.next(4) for _ in range(7)] == expected
 
 
+def test_restore_refuses_other_answers_to_the_same_prompts(tmp_path):
+    rows = [{"prompt": "one", "answer": "1"}, {"prompt": "two", "answer": "2"}]
+    state = load_dataset(DataConfig(train=write(tmp_path, *rows)), Characters(), seed=1).state()
+    load_dataset(DataConfig(train=write(tmp_path, *rows)), Characters(), seed=1).restore(state)
+    path = write(tmp_path, rows[0], rows[1] | {"answer": "3"})
+    changed = load_dataset(DataConfig(train=path), Characters(), seed=1)
+    with pytest.raises(ConfigError, match="data.train: .*but not what comes with them .*run.allow_changed"):
+        changed.restore(state)
+    del state["records"]  # a checkpoint of before they were looked at
+    changed.restore(state)
+
+
 def test_restore_refuses_other_prompts(tmp_path):
     state = load_dataset(DataConfig(train=numbered(tmp_path, 10)), Characters(), seed=1).state()
     with pytest.raises(ConfigError, match="run.seed"):

@@ -27,12 +27,14 @@ def test_one_shard(tmp_path, reference, dtype):
     tensors = random_tensors(dtype=dtype)
     out = write_hf_checkpoint(iter(tensors.items()), tmp_path / "out", reference)
     assert sorted(file.name for file in out.iterdir()) == [
-        "chat_template.jinja", "config.json", "generation_config.json", "merges.txt", SINGLE, "tokenizer.json",
+        "additional_chat_templates", "chat_template.jinja", "config.json", "generation_config.json", "merges.txt", SINGLE,
+        "tokenization_x.py", "tokenizer.json", "x.tiktoken",
     ]  # fmt: skip
     assert same(load_file(out / SINGLE), tensors)
     with safe_open(out / SINGLE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}  # transformers refuses a file without it
-    for name in ("generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"):
+    more = ("tokenization_x.py", "x.tiktoken", "additional_chat_templates/tool_use.jinja")
+    for name in ("generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja", *more):
         assert (out / name).read_bytes() == (reference / name).read_bytes()
 
 
@@ -104,7 +106,7 @@ def test_one_tensor_of_another_dtype_keeps_it(tmp_path, reference):
 
 def test_files_can_be_read_by_others_as_the_directory_can(tmp_path, reference):
     out = write_hf_checkpoint(random_tensors().items(), tmp_path / "out", reference, 200)
-    modes = {file.name: file.stat().st_mode & 0o777 for file in out.iterdir()}
+    modes = {file.name: file.stat().st_mode & 0o777 for file in out.rglob("*") if file.is_file()}
     assert modes == dict.fromkeys(modes, out.stat().st_mode & 0o666)
 
 

@@ -1,0 +1,51 @@
+"""Saved rollouts as a source: what they were when a checkpoint was written must be there when a run goes on from it."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gspo_megatron.checkpoints import SavedRun
+from gspo_megatron.config import Config, ConfigError, RolloutConfig, RunConfig
+from gspo_megatron.sources import ReplaySource
+from tests.training.replayed import write_rollouts
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(rollout=RolloutConfig(replay=str(write_rollouts(tmp_path / "rollouts"))))
+
+
+@pytest.fixture
+def saved(config):
+    source = ReplaySource(config)
+    assert source.position() is None
+    for step in range(3):
+        source.collect(step, lambda: None)
+    return SavedRun(3, 3, source.position(), 1, {}, {}, Path("c/step_3"))
+
+
+def test_the_same_rollouts_elsewhere_are_gone_on_with(config, saved, tmp_path):
+    moved = shutil.copytree(config.rollout.replay, tmp_path / "moved")
+    source = ReplaySource(replace(config, rollout=RolloutConfig(replay=str(moved))))
+    source.restore(saved)
+    assert source.position() == saved.data
+    source.collect(3, lambda: None)
+    assert source.position() != saved.data
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(path.read_bytes() + b"\n")])
+def test_other_rollouts_are_refused_unless_allowed(config, saved, spoil):
+    path = Path(config.rollout.replay) / "step_2.jsonl"
+    spoil(path)
+    with pytest.raises(ConfigError, match=f"rollout.replay: {path} is not what the run of the checkpoint c/step_3 trained"):
+        ReplaySource(config).restore(saved)
+    for allowed in ("rollout", "rollout.replay"):
+        ReplaySource(replace(config, run=RunConfig(allow_changed=(allowed,)))).restore(saved)
+
+
+def test_a_checkpoint_that_says_nothing_of_them(config, saved):
+    """Of a run with servers, whose rollouts are replayed from now on, or of an earlier version."""
+    for data in (None, {"epoch": 0, "position": 8, "fingerprint": "f"}):
+        ReplaySource(config).restore(replace(saved, data=data))
