@@ -134,7 +134,8 @@ def check_config(config: Config, world_size: int | None = None, earlier_run: boo
         if (directory / "config.json").is_file():
             faults += tokenizer_faults(directory)
             if config.model.megatron:
-                faults += megatron_faults(Path(config.model.megatron), model)
+                may_differ = {"model", "model.hf"} & set(config.run.allow_changed)
+                faults += megatron_faults(Path(config.model.megatron), model, None if may_differ else directory)
             else:
                 faults += weight_faults(directory, model)
     if model is not None:

@@ -27,8 +27,6 @@ from gspo_megatron.weights.rules import ModelShape
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TIMEOUT_S = 3600.0
 """Bound on waiting for another rank's files."""
-HF_SUBDIRECTORY = "hf"
-"""Of a converted checkpoint: config.json and tokenizer files, so that the way back needs nothing else."""
 REFUSED = 2
 """Exit status of a conversion that was refused or could not be done."""
 

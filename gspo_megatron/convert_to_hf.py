@@ -12,9 +12,10 @@ import torch
 from gspo_megatron.checkpoints import MANIFEST
 from gspo_megatron.config import ConfigError
 from gspo_megatron.convert import (
-    DTYPES, HF_SUBDIRECTORY, Ranks, Reader, most_common, output_dtypes, pieces, progress, read_family, renamed,
+    DTYPES, Ranks, Reader, most_common, output_dtypes, pieces, progress, read_family, renamed,
     size_text, verify, with_fault,
 )  # fmt: skip
+from gspo_megatron.resume import HF_SUBDIRECTORY, model_differences, model_of_checkpoint
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import copy_model_files
 from gspo_megatron.weights.megatron_files import MegatronReader
@@ -57,7 +58,9 @@ def convert(options: Options, ranks: Ranks) -> str:
     shards = plan_shards(reader, dtypes, options.shard_bytes)
     if options.dry_run:
         return with_fault(_describe(options, reader, dtypes, shards, shape.num_layers), partial)
-    return _write(_Plan(options, reference, reader, dtypes, shards), partial, ranks)
+    said = _write(_Plan(options, reference, reader, dtypes, shards), partial, ranks)
+    other = _other_model(options.megatron, reference)
+    return f"{said}\nnote: config.json is as --hf-reference {other}" if other else said
 
 
 class _WithPredictionLayers:
@@ -111,7 +114,21 @@ def find_reference(options: Options) -> tuple[Path, str]:
         raise ConfigError(
             f"--hf-reference: the run's model.hf, {directory}, is not there any more; give where it is now"
         )
+    other = _other_model(options.megatron, directory)
+    if other:
+        raise ConfigError(f"--hf-reference: the run's model.hf {other}; give the model that the run started from")
     return directory, "--hf-reference"
+
+
+def _other_model(megatron: Path, reference: Path) -> str:
+    """How config.json there differs from that of the checkpoint's own model, where that is known; empty if it doesn't.
+
+    Names and shapes are checked against it; what shows in neither (rotary base, experts a token) would go unseen.
+    """
+    own = model_of_checkpoint(megatron)
+    differences = model_differences(own, read_hf_config(reference)) if own else []
+    said = ", ".join(f"{name} = {new} where the checkpoint's model has {old}" for name, old, new in differences[:5])
+    return f"{reference} has {said}" if differences else ""
 
 
 def plan_shards(reader: Reader, dtypes: dict[str, torch.dtype], shard_bytes: int) -> dict[str, list[str]]:

@@ -18,9 +18,10 @@ from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored_layout
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
-    HF_SUBDIRECTORY, TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family,
+    TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family,
     refuse_infinite, renamed, size_text, verify, with_fault,
 )  # fmt: skip
+from gspo_megatron.resume import HF_SUBDIRECTORY
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import copy_model_files

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import ConfigError
+from gspo_megatron.resume import model_differences, model_of_checkpoint
 from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
@@ -117,8 +118,9 @@ def tokenizer_faults(directory: Path) -> list[str]:
     return [f"model.hf: {str(directory)!r} has no tokenizer files; copy {wanted} into it"]
 
 
-def megatron_faults(directory: Path, info: ModelInfo | None) -> list[str]:
-    """What is wrong with a `torch_dist` checkpoint: no such, damaged, or of another model than `info`."""
+def megatron_faults(directory: Path, info: ModelInfo | None, hf: Path | None) -> list[str]:
+    """What is wrong with a `torch_dist` checkpoint: no such, damaged, or of another model than `info`, with `hf` also
+    than its config.json."""
     if info is None:
         return []
     from gspo_megatron.weights.megatron_files import MegatronReader  # here, because it needs torch
@@ -127,7 +129,15 @@ def megatron_faults(directory: Path, info: ModelInfo | None) -> list[str]:
         MegatronReader(directory, FAMILIES[info.architecture], info.shape)
     except ConfigError as error:
         return error.faults
-    return []
+    own = model_of_checkpoint(directory)
+    if own is None or hf is None:
+        return []
+    path = hf / "config.json"
+    return [  # what neither names nor shapes show, and training would be silently wrong with
+        f"model.hf: {path} has {name} = {new}, but model.megatron: {directory} is of a model with {old}; give that model, "
+        "or add model.hf to run.allow_changed to take the new value"
+        for name, old, new in model_differences(own, json.loads(path.read_text(encoding="utf-8")))
+    ]
 
 
 def weight_faults(directory: Path, info: ModelInfo | None = None) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gspo_megatron.checkpoints import SavedRun
+from gspo_megatron.checkpoints import MANIFEST, SavedRun
 from gspo_megatron.config import Config
 
 FREE = (
@@ -26,6 +26,8 @@ IGNORED_OF_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 """Keys of config.json that say nothing about the model. Its type is train.dtype here."""
 
 NOTHING = "(not given)"
+HF_SUBDIRECTORY = "hf"
+"""Of a converted checkpoint: config.json and tokenizer files, so that the way back needs nothing else."""
 
 
 def changed_faults(config: Config, saved: SavedRun, with_model: bool = True) -> Iterable[str]:
@@ -90,14 +92,35 @@ def _model_faults(config: Config, saved: SavedRun, where: str) -> Iterable[str]:
         model = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return  # the rules about the model say what is wrong with it
-    now, then = flat(model), flat(saved.model)
-    for name in sorted({**now, **then}):
-        old, new = then.get(name, NOTHING), now.get(name, NOTHING)
-        if old != new and not _covered(name, IGNORED_OF_MODEL):
-            yield (
-                f"model.hf: {path} has {name} = {_text(new)}, but {where} is of a model with {_text(old)}; give that "
-                "model, or another run.dir"
-            )
+    for name, old, new in model_differences(saved.model, model):
+        yield (
+            f"model.hf: {path} has {name} = {new}, but {where} is of a model with {old}; give that model, or another "
+            "run.dir"
+        )
+
+
+def model_differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Where two config.json tell of different models: (key, old, new), the values as text."""
+    old, new = flat(then), flat(now)
+    return [
+        (name, _text(old.get(name, NOTHING)), _text(new.get(name, NOTHING)))
+        for name in sorted({**old, **new})
+        if old.get(name, NOTHING) != new.get(name, NOTHING) and not _covered(name, IGNORED_OF_MODEL)
+    ]
+
+
+def model_of_checkpoint(directory: Path) -> dict[str, Any] | None:
+    """config.json of the model that a `torch_dist` checkpoint is of: what the converter put into its folder `hf`, or
+    what a run's run.json says; None for another program's."""
+    for path, key in ((directory / HF_SUBDIRECTORY / "config.json", None), (directory / MANIFEST, "model")):
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            values = values if key is None else values[key]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(values, dict) and values:
+            return values
+    return None
 
 
 def _text(value: Any) -> str:

@@ -45,10 +45,13 @@ def go_on(policy: Policy, mesh: Mesh, seeds: list[int]) -> dict:
 
 
 def open_policy(layout: dict, model: str, dtype: str) -> tuple[Policy, Mesh]:
-    parallel = ParallelConfig(**layout)
-    mesh = Mesh.create(parallel, seed=1, timeout_s=60)
+    mesh = Mesh.create(ParallelConfig(**layout), seed=1, timeout_s=60)
+    return make_policy(mesh, model, dtype), mesh
+
+
+def make_policy(mesh: Mesh, model: str, dtype: str) -> Policy:
     train = TrainConfig(dtype=dtype, steps=10, updates_per_rollout=1)
-    return Policy(Config(model=ModelConfig(model), parallel=parallel, train=train, optimizer=OPTIMIZER), mesh), mesh
+    return Policy(Config(model=ModelConfig(model), parallel=mesh.parallel, train=train, optimizer=OPTIMIZER), mesh)
 
 
 def move_expert_biases(policy: Policy, by: float) -> None:

@@ -17,7 +17,7 @@ from gspo_megatron.weights.load import load_parameters
 from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.plan import blocks_of
 from gspo_megatron.weights.rules import ModelShape
-from tests.backend.checkpoint_runs import go_on, open_policy
+from tests.backend.checkpoint_runs import go_on, make_policy
 
 
 def differences(cases: list[tuple[str, str]], layout: dict, transformer: dict) -> list[list[str]]:
@@ -75,13 +75,16 @@ def policy_tensors(hf_directory: str, directory: str, layout: dict) -> dict:
     return tensors
 
 
-def save_policy(hf_directory: str, directory: str, layout: dict, dtype: str) -> dict:
-    """Write a run's checkpoint of a policy after an update; its HF tensors then."""
-    policy, mesh = open_policy(layout, hf_directory, dtype)
-    weights = go_on(policy, mesh, [1])["weights"]
-    if mesh.rank == 0:
-        Path(directory).mkdir(parents=True)
-    mesh.barrier("the directory")
-    policy.save(Path(directory))
+def save_policies(cases: list[tuple[str, str]], layout: dict, dtype: str) -> list[dict]:
+    """For each (HF directory, directory to write) a run's checkpoint of a policy after an update; its HF tensors
+    then."""
+    mesh, results = Mesh.create(ParallelConfig(**layout), seed=1, timeout_s=60), []
+    for hf_directory, directory in cases:
+        policy = make_policy(mesh, hf_directory, dtype)
+        results.append(go_on(policy, mesh, [1])["weights"])
+        if mesh.rank == 0:
+            Path(directory).mkdir(parents=True)
+        mesh.barrier("the directory")
+        policy.save(Path(directory))
     mesh.close()
-    return weights
+    return results

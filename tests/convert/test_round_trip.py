@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import httpx
@@ -11,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_megatron import convert_to_megatron
+from gspo_megatron.config import ConfigError
+from gspo_megatron.weights.hf_files import HFReader
+from make_tiny_model import FAMILIES as TINY
 from make_tiny_model import make_tiny_model
-from tests.convert.conversions import hashes, leftovers, to_hf, to_megatron, to_megatron_late, tool
-from tests.convert.megatron_loads import save_policy
+from tests.convert.conversions import has_experts, hashes, leftovers, to_hf, to_megatron, to_megatron_late, tool
+from tests.convert.megatron_loads import save_policies
 from tests.ranks import run_ranks
 
 
@@ -65,7 +69,7 @@ def test_a_rank_that_is_late_is_waited_for(tmp_path, tiny_qwen3_moe):
 def test_a_run_s_checkpoint_becomes_a_hugging_face_one(tmp_path, dtype):
     hf = make_tiny_model("qwen3_moe", tmp_path / "hf", overrides={"vocab_size": 513})
     layout = {"tensor": 2, "pipeline": 2, "expert": 2}
-    policy = run_ranks(save_policy, 4, str(hf), str(tmp_path / "step_3"), layout, dtype)[0]
+    (policy,) = run_ranks(save_policies, 4, [(str(hf), str(tmp_path / "step_3"))], layout, dtype)[0]
     (tmp_path / "step_3" / "run.json").write_text(json.dumps({"config": {"model": {"hf": str(hf)}}}))
     to_hf(tmp_path / "step_3", tmp_path / "back")
     found = load_file(tmp_path / "back" / "model.safetensors")
@@ -73,6 +77,43 @@ def test_a_run_s_checkpoint_becomes_a_hugging_face_one(tmp_path, dtype):
     kept = [name for name, tensor in found.items() if tensor.dtype != getattr(torch, DTYPES[dtype])]
     assert kept == [] and all((found[name].float().numpy() == value).all() for name, value in policy.items())
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == DTYPES[dtype]
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_runs_checkpoints_of_all_families_become_hugging_face_ones(tmp_path, kind):
+    """In bf16, so that what a family keeps in fp32 has to stay so."""
+    models = [make_tiny_model(family, tmp_path / family, overrides={"vocab_size": 513}) for family in TINY]
+    cases = [(str(hf), f"{hf}_step") for hf in models if has_experts(hf) == (kind == "experts")]
+    assert len(cases) >= 3
+    layout = {"tensor": 2, "pipeline": 2} | ({"expert": 2} if kind == "experts" else {})
+    policies = run_ranks(save_policies, 4, cases, layout, "bf16")[0]
+    for (hf, directory), policy in zip(cases, policies, strict=True):
+        (Path(directory) / "run.json").write_text(json.dumps({"config": {"model": {"hf": hf}}}))
+        to_hf(directory, f"{hf}_back", verify=True)
+        found, source = load_file(Path(f"{hf}_back") / "model.safetensors"), HFReader(hf)
+        assert found.keys() == policy.keys() == source.names, hf
+        for name, value in policy.items():
+            assert found[name].shape == source.shape(name)
+            assert (found[name].float().numpy() == value).all(), (hf, name)
+        kept = {name.rpartition(".")[2] for name, tensor in found.items() if tensor.dtype != torch.bfloat16}
+        assert kept <= {"e_score_correction_bias"}, (hf, kept)
+
+
+def test_a_reference_of_another_model_is_not_taken_without_a_word(tmp_path, conversions):
+    """Of the same names and shapes: a given one is taken and named, that of a run must be what the run trained."""
+    hf, megatron = next(case for case in conversions if case[1].endswith("qwen3_moe-one"))
+    other = Path(shutil.copytree(hf, tmp_path / "other"))
+    values = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(values | {"rms_norm_eps": 0.5}))
+    assert "note" not in to_hf(megatron, tmp_path / "a", reference=Path(hf))
+    said = to_hf(megatron, tmp_path / "b", reference=other)
+    assert f"note: config.json is as --hf-reference {other} has rms_norm_eps = 0.5 where the checkpoint's model" in said
+    step = Path(shutil.copytree(megatron, tmp_path / "step_3"))
+    shutil.rmtree(step / "hf")
+    (step / "run.json").write_text(json.dumps({"config": {"model": {"hf": str(other)}}, "model": values}))
+    with pytest.raises(ConfigError, match=f"--hf-reference: the run's model.hf {other} has rms_norm_eps = 0.5 where"):
+        to_hf(step, tmp_path / "c")
+    assert hashes(tmp_path / "a") == hashes(hf) and not (tmp_path / "c").exists()
 
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -1,10 +1,13 @@
 """Hugging Face -> Megatron: Megatron's own loader reads what is written, on any layout, and so does the trainer."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from safetensors.torch import load_file
 
 from gspo_megatron.checks import check_config
-from gspo_megatron.config import Config, ModelConfig
+from gspo_megatron.config import Config, ModelConfig, RunConfig
 from gspo_megatron.convert_to_megatron import Options
 from make_tiny_model import make_tiny_model
 from tests.convert.conversions import has_experts, to_megatron
@@ -52,3 +55,17 @@ def test_the_preflight_refuses_megatron_files_of_another_model(tmp_path):
     config = Config(model=ModelConfig(hf=str(hf), megatron=str(tmp_path)))
     (fault,) = [fault for fault in check_config(config) if fault.startswith("model.")]
     assert "has no .metadata" in fault
+
+
+def test_the_preflight_refuses_another_config_of_the_same_sizes(tmp_path):
+    """Names and shapes fit, and the model computes something else: the rotary base, experts a token."""
+    hf = make_tiny_model("qwen3_moe", tmp_path / "hf")
+    to_megatron([Options(hf, tmp_path / "megatron")])
+    values = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(values | {"rope_theta": 5.0, "num_experts_per_tok": 1}))
+    config = Config(model=ModelConfig(hf=str(hf), megatron=str(tmp_path / "megatron")))
+    first, second = [fault for fault in check_config(config) if fault.startswith("model.")]
+    assert first.startswith(f"model.hf: {hf}/config.json has num_experts_per_tok = 1, but model.megatron: ")
+    assert "rope_theta = 5.0, but" in second and "run.allow_changed" in second
+    allowed = replace(config, run=RunConfig(allow_changed=("model.hf",)))
+    assert not [fault for fault in check_config(allowed) if fault.startswith("model.")]
