@@ -138,12 +138,17 @@ def finish(partial: Path, saved: SavedRun, keep: CheckpointConfig) -> int:
     _write_json(partial / MANIFEST, {**values, "files": files})
     if final.exists():  # of a run that was killed after it, or whose last checkpoints were damaged
         shutil.rmtree(final)
+    for path in partial.iterdir():
+        sync(path)  # Megatron leaves the small ones to the operating system
     sync(partial)
     partial.rename(final)
     _write_json(root / LATEST, {"checkpoint": final.name})
     sync(root)
     for step in steps_to_remove(steps_in(root), saved.step, keep):
-        shutil.rmtree(root / f"step_{step}")
+        going = root / f"step_{step}.partial"  # killed in the middle, it leaves nothing that looks whole
+        shutil.rmtree(going, ignore_errors=True)
+        (root / f"step_{step}").rename(going)
+        shutil.rmtree(going)
     return sum(files.values())
 
 

@@ -22,6 +22,7 @@ from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.partial import PartialDirectory
 from gspo_megatron.weights.prediction_layers import PredictionLayers, with_number
 from gspo_megatron.weights.safetensors_files import write_pieces, write_safetensors_header
+from gspo_megatron.weights.torch_dist_files import METADATA
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def convert(options: Options, ranks: Ranks) -> str:
     """Writes the checkpoint, all ranks sharing its shards; what to tell the user. Raises ConfigError."""
     if not options.megatron.is_dir():
         raise ConfigError(f"--megatron: {options.megatron} is not a directory; give a torch_dist checkpoint")
+    if not (options.megatron / METADATA).is_file():
+        inside = sorted(str(path.parent) for path in options.megatron.glob(f"**/{METADATA}"))
+        which = f"one, say {inside[-1]}" if inside else "a whole torch_dist checkpoint"
+        raise ConfigError(f"--megatron: {options.megatron} has no {METADATA}: no torch_dist checkpoint; give {which}")
     partial = PartialDirectory(options.hf, "--hf", options.megatron, options.overwrite)
     if not options.dry_run:
         partial.refuse_target()
@@ -164,6 +169,7 @@ class _Plan:
         return {
             "format": 1,
             "megatron": str(self.options.megatron),
+            "config": read_hf_config(self.reference),
             "files": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
             "tensors": {name: str(dtype) for name, dtype in self.dtypes.items()},
             "shards": {file: len(names) for file, names in self.shards.items()},

@@ -205,6 +205,7 @@ class _Plan:
         return {
             "format": 1,
             "options": options,
+            "config": read_hf_config(self.options.hf),
             "files": files,
             "keys": sorted(self.key_dtypes),
             "parts": len(self.files),

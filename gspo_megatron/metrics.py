@@ -92,7 +92,8 @@ class MetricsWriter:
     """Context manager that appends one JSON object a step to run_dir/metrics.jsonl, and feeds `metrics.writers`.
 
     A resumed run gives `first_step`: lines of that step and later, which it is about to make again, are dropped, as is
-    a last line that was cut off. Raises ConfigError for a writer whose package is missing.
+    a last line that was cut off. Raises ConfigError for a writer whose package is missing, and for another line that
+    can't be read.
     """
 
     def __init__(
@@ -102,7 +103,11 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "metrics.jsonl"
         if self.path.exists():
-            kept = [line for line in read_metrics(self.path) if first_step is None or line["step"] < first_step]
+            try:
+                lines = read_metrics(self.path)
+            except ValueError as error:
+                raise ConfigError(f"run.dir: {error}; repair or remove that line") from error
+            kept = [line for line in lines if first_step is None or line["step"] < first_step]
             partial = self.path.with_suffix(".jsonl.partial")
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
             partial.replace(self.path)

@@ -42,7 +42,8 @@ def hold_run_dir(config: Config, wait_s: float = _LOCK_WAIT_S) -> Iterator[None]
         owner = take(file, f"process {os.getpid()} on {socket.gethostname()}", wait_s)
         if owner is not None:
             raise ConfigError(
-                f"run.dir: {directory} is written by {owner}; wait for that run's end, stop it, or give another directory"
+                f"run.dir: {directory} is written by {owner}; wait for that run's end, stop it, or give another "
+                "directory"
             )
         yield
 
@@ -68,7 +69,9 @@ def prepare_run_dir(
         _refuse_own_input(config, directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if saved is None and not config.run.overwrite:
+        if saved is not None:
+            _set_aside_replaced(config, saved, directory, report)
+        elif not config.run.overwrite:
             _set_aside(directory, report)
         for name in _outputs_in(directory) if saved is None else ():
             target = directory / name
@@ -136,13 +139,29 @@ def _set_aside(directory: Path, report: Callable[[str], None]) -> None:
     names = [name for name in _outputs_in(directory) if name not in _MADE_ANEW]
     if not any(name in _RESULTS or name.startswith("hf_step_") for name in names):
         return
+    kept = _renamed(directory, names)
+    report(f"{directory}: the run here ended before its first checkpoint; starting again, what it left is in {kept}")
+
+
+def _set_aside_replaced(config: Config, saved: SavedRun, directory: Path, report: Callable[[str], None]) -> None:
+    """Exports of steps that are about to be made again, which this run, of another export.hf_every, would leave as they
+    are: its metrics would be of other weights."""
+    steps = [int(name.removeprefix("hf_step_")) for name in _outputs_in(directory) if name.startswith("hf_step_")]
+    every = config.export.hf_every
+    names = [f"hf_step_{step}" for step in steps if step > saved.step and (not every or step % every)]
+    if names:
+        kept = _renamed(directory, names)
+        report(f"{directory}: exports of steps after {saved.step}, which are made again, are in {kept}")
+
+
+def _renamed(directory: Path, names: list[str]) -> str:
+    """Give each the first number that all of them can have; their new names."""
     number = 1
     while any((directory / f"{name}.{number}").exists() for name in names):
         number += 1
     for name in names:
         (directory / name).rename(directory / f"{name}.{number}")
-    kept = ", ".join(f"{name}.{number}" for name in names)
-    report(f"{directory}: the run here ended before its first checkpoint; starting again, what it left is in {kept}")
+    return ", ".join(f"{name}.{number}" for name in names)
 
 
 def _refuse_own_input(config: Config, directory: Path) -> None:

@@ -15,7 +15,7 @@ from gspo_megatron.checkpoints import SavedRun, begin, checkpoints_dir, finish
 from gspo_megatron.config import Config
 from gspo_megatron.resume import as_json
 from gspo_megatron.weights.hf_files import read_hf_config
-from gspo_megatron.weights.hf_writer import SHARD_BYTES, HFWriteError, write_hf_checkpoint
+from gspo_megatron.weights.hf_writer import SHARD_BYTES, HFWriteError, remove_hf_checkpoint, write_hf_checkpoint
 
 
 SMALL_BYTES = 64 << 20
@@ -114,7 +114,7 @@ class Saver:
         numbers = [path.name.removeprefix("hf_step_") for path in Path(self.config.run.dir).glob("hf_step_*")]
         steps = sorted(int(number) for number in numbers if number.isdigit() and int(number) <= step)
         for old in steps[: -self.config.export.keep]:
-            shutil.rmtree(Path(self.config.run.dir) / f"hf_step_{old}")
+            remove_hf_checkpoint(Path(self.config.run.dir) / f"hf_step_{old}")
 
     def _save(self, step: int, wait: bool) -> None:
         """Begin the checkpoint after `step` steps, and end it too where it is to be waited for. Its seconds are in the

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gspo_megatron.checkpoints import SavedRun
 from gspo_megatron.config import (
-    Config, ConfigError, DataConfig, GRPOConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig,
+    Config, ConfigError, DataConfig, ExportConfig, GRPOConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig,
 )  # fmt: skip
 from gspo_megatron.config_loader import load_config
 from gspo_megatron.run_dir import OUTPUTS, hold_run_dir, prepare_run_dir
@@ -109,6 +110,19 @@ def test_a_directory_without_permission_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "write_text", refused)
     with pytest.raises(ConfigError, match="can't be written \\(Permission denied\\)"):
         prepare_run_dir(config_in(tmp_path / "run"))
+
+
+def test_exports_of_replaced_steps_that_are_not_made_again_are_set_aside(tmp_path):
+    """The run stood at step 3 and had exported 2, 4, 6 and 8; now it exports every third step."""
+    fill(tmp_path, "hf_step_2", "hf_step_4", "hf_step_6", "hf_step_8")
+    (tmp_path / "hf_step_8.1").mkdir()
+    said, saved = [], SavedRun(3, 3, None, 1, {}, {})
+    prepare_run_dir(config_in(tmp_path, export=ExportConfig(hf_every=2)), saved, said.append)
+    assert said == []
+    prepare_run_dir(config_in(tmp_path, export=ExportConfig(hf_every=3)), saved, said.append)
+    assert said == [f"{tmp_path}: exports of steps after 3, which are made again, are in hf_step_4.2, hf_step_8.2"]
+    names = {"hf_step_2", "hf_step_4.2", "hf_step_6", "hf_step_8.2"}
+    assert files(tmp_path) == {"config.yaml", *(f"{name}/inside.txt" for name in names)}
 
 
 HOLD = """

@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="read every tensor back and compare hashes")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at --hf, once all is written")
     options = parser.parse_args(arguments)
-    if not options.shard_gb > 0:
-        parser.error(f"--shard-gb {options.shard_gb}: must be above 0")
+    if not 0 < options.shard_gb < float("inf"):
+        parser.error(f"--shard-gb {options.shard_gb}: must be a number above 0")
 
     from gspo_megatron.convert import Ranks, run_tool
     from gspo_megatron.convert_to_hf import Options, convert

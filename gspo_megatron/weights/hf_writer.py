@@ -152,6 +152,14 @@ def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
 
+def remove_hf_checkpoint(directory: Path) -> None:
+    """Its name goes first: killed in the middle, it leaves nothing that looks whole."""
+    going = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(going, ignore_errors=True)
+    directory.rename(going)
+    shutil.rmtree(going)
+
+
 def remove_half_written(parent: Path, names: str = "*") -> None:
     """Remove what killed writers left of checkpoints with these names (a pattern), and give one its name back that lost
     it."""

@@ -240,6 +240,24 @@ def test_what_fp16_cannot_hold_is_refused(hf, tmp_path, value):
     assert not (tmp_path / "half").exists() and not (tmp_path / "back").exists()
 
 
+def test_the_directory_of_checkpoints_in_place_of_one(megatron, tmp_path):
+    """What to give instead is said, not that config.json is missing."""
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="--megatron: .*checkpoints has no .metadata.*; give a whole torch_dist"):
+        to_hf(tmp_path / "checkpoints", tmp_path / "out")
+    step = megatron.rename(tmp_path / "checkpoints" / "step_3")
+    with pytest.raises(ConfigError, match=f"--megatron: .*checkpoints has no .metadata.*; give one, say {step}"):
+        to_hf(tmp_path / "checkpoints", tmp_path / "out")
+
+
+def test_a_config_that_changed_between_starts_begins_anew(interrupted, megatron, tmp_path):
+    """What was written by the old one is not what the new one asks for, though no tensor's file has changed."""
+    written, again = interrupted
+    edit_config(megatron / "hf", rms_norm_eps=0.5)
+    to_hf(megatron, tmp_path / "back", shard_bytes=100_000)
+    assert set(written) < set(again)
+
+
 def test_a_setting_that_the_model_is_not_built_with_is_named_by_its_option(hf, tmp_path):
     edit_config(hf, rope_parameters={"rope_type": "martian", "rope_theta": 1e6})
     with pytest.raises(RuntimeError, match="ConfigError: --hf: rope type 'martian' is not supported"):
@@ -261,6 +279,7 @@ def test_verification_sees_one_wrong_bit(hf, tmp_path):
 def test_the_tools_say_what_is_wrong_and_exit_with_2(tmp_path):
     hf = make_tiny_model("qwen3", tmp_path / "hf")
     (hf / "config.json").write_text("{")
+    (tmp_path / ".metadata").write_bytes(b"")
     for name, arguments in (
         ("convert_hf_to_megatron", ("--hf", hf, "--megatron", tmp_path / "out")),
         ("convert_megatron_to_hf", ("--megatron", tmp_path, "--hf", tmp_path / "out", "--hf-reference", hf)),

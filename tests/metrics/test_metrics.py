@@ -37,6 +37,9 @@ def test_a_cut_last_line_is_left_out_and_others_are_not(tmp_path):
     path.write_text('{"step": 0}\n{"step": 1, "lo\n{"step": 2}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2 is not JSON"):
         read_metrics(path)
+    with pytest.raises(ConfigError, match="run.dir: .*metrics.jsonl:2 is not JSON.*; repair or remove that line"):
+        MetricsWriter(MetricsConfig(), tmp_path, {}, first_step=2)
+    assert path.read_text().startswith('{"step": 0}\n{"step": 1, "lo\n')
 
 
 def test_a_resumed_run_makes_its_steps_again(tmp_path):

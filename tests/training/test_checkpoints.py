@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.checkpoints import (
-    SavedRun, begin, checkpoints_dir, find_checkpoint, finish, steps_in, steps_to_remove,
+    SavedRun, begin, checkpoints_dir, find_checkpoint, finish, remove_partial, steps_in, steps_to_remove,
 )  # fmt: skip
 from gspo_megatron.checks import check_config
 from gspo_megatron.config import (
@@ -153,6 +153,39 @@ def test_keep_rules(config, keep, keep_every, kept):
     for step in range(2, 13, 2):
         write(config, step, CheckpointConfig(keep=keep, keep_every=keep_every))
     assert steps_in(checkpoints_dir(config)) == kept
+
+
+def test_killed_while_one_is_removed(config, monkeypatch):
+    """Nothing half-removed has the name of a whole one."""
+    write(config, 3)
+
+    def remove_a_file(path, ignore_errors=False):
+        if path.exists():
+            (path / "weights").unlink()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_a_file)
+        with pytest.raises(Killed):
+            write(config, 6, CheckpointConfig(keep=1))
+    assert steps_in(checkpoints_dir(config)) == [6] and find_checkpoint(config).step == 6
+    write(config, 9, CheckpointConfig(keep=1))
+    remove_partial(checkpoints_dir(config))
+    assert sorted(path.name for path in checkpoints_dir(config).iterdir()) == ["latest.json", "step_9"]
+
+
+def test_all_files_are_on_disk_before_a_checkpoint_has_its_name(config, monkeypatch):
+    synced, renamed = set(), []
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_rename(path, target):
+        renamed.append((path.name, {file.stat().st_ino for file in path.iterdir()} - synced))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), fsync(file))[1])
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    write(config, 3)
+    assert renamed == [("step_3.partial", set())]
 
 
 def test_those_of_a_run_that_was_replaced_go():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from gspo_megatron.weights import hf_writer
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_config
-from gspo_megatron.weights.hf_writer import remove_half_written, write_hf_checkpoint
+from gspo_megatron.weights.hf_writer import remove_half_written, remove_hf_checkpoint, write_hf_checkpoint
 from gspo_megatron.weights.shard_file import ShardWriter
 from tests.ranks import run_ranks
 from tests.weights.hf_directories import all_tensors, make_reference, random_tensors, same
@@ -260,3 +261,21 @@ def test_four_ranks_write_one_checkpoint_or_none(tmp_path, reference):
     assert read_hf_config(tmp_path / "good")["torch_dtype"] == "bfloat16"
     for name in ("full", "twice", "missing", "shape"):
         assert same(all_tensors(tmp_path / name), first), name
+
+
+def test_killed_while_a_checkpoint_is_removed(tmp_path, reference, monkeypatch):
+    """Nothing half-removed has its name, and the next start removes the rest."""
+    out = write_hf_checkpoint(random_tensors().items(), tmp_path / "hf_step_2", reference)
+
+    def remove_a_file(path, ignore_errors=False):
+        if path.exists():
+            (path / "config.json").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove_a_file)
+        with pytest.raises(KeyboardInterrupt):
+            remove_hf_checkpoint(out)
+    assert not out.exists()
+    remove_half_written(tmp_path, "hf_step_*")
+    assert [path.name for path in tmp_path.iterdir()] == ["reference"]
