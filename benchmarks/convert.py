@@ -47,7 +47,7 @@ from gspo_megatron.weights.load import load_parameters  # noqa: E402
 from gspo_megatron.weights.plan import blocks_of  # noqa: E402
 from tests.convert.large_model import write_large_model  # noqa: E402
 
-SIZES = dict(hidden_size=1024, moe_intermediate_size=256, num_experts=32, num_hidden_layers=4, vocab_size=13000)
+SIZES = dict(hidden_size=512, moe_intermediate_size=296, num_experts=32, num_hidden_layers=8, vocab_size=8192)
 """Matrices of 512 KiB, a sixth of those of the models that people train."""
 LAYOUT = ParallelConfig(tensor=2, pipeline=2, expert=2)
 BUCKET_MIB = 32.0
@@ -93,7 +93,7 @@ def variants(policy: Policy, config: Config, work: Path) -> dict[str, Callable[[
     hf = config.model.hf
 
     def load_ours() -> None:
-        reader = open_weights(config, policy.family, policy.shape)
+        reader = open_weights(config, policy.family, policy.shape, policy._place)
         load_parameters(policy.params, blocks_of(policy.family, policy.shape, policy._place), reader)
 
     def save_ours(durable: bool) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,7 +35,7 @@ class Reader(Protocol):
     """What gives blocks of HF tensors: `HFReader`, `MegatronReader`."""
 
     @property
-    def names(self) -> set[str]: ...
+    def names(self) -> Set[str]: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def read_into(self, name: str, start: tuple[int, ...], out: Tensor) -> None: ...

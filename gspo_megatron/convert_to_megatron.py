@@ -233,7 +233,7 @@ class _Plan:
             for block in self.blocks[item.param]:
                 part = block.cut(item.param_start, item.shape)
                 if part is not None:
-                    view = tensor[replace(part, param_start=_minus(part.param_start, item.param_start)).param_slices]
+                    view = tensor[part._replace(param_start=_minus(part.param_start, item.param_start)).param_slices]
                     view.zero_() if part.hf is None else read_block(self.reader, part, view)
                     if part.hf is not None:
                         refuse_infinite(self.reader, part.hf, view)

@@ -33,7 +33,7 @@ from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.hf_files import HFReader, read_hf_config, torch_dtype
 from gspo_megatron.weights.load import check_files, load_parameters
 from gspo_megatron.weights.megatron_files import MegatronReader
-from gspo_megatron.weights.plan import blocks_of, hf_dtypes, hf_shapes
+from gspo_megatron.weights.plan import Place, blocks_of, hf_dtypes, hf_shapes
 from gspo_megatron.weights.reshard import SENDERS, ReshardPlan, plan_reshard
 from gspo_megatron.weights.rules import ModelShape
 
@@ -63,9 +63,9 @@ class Policy:
         self.family = family_of(hf, config.model.hf)
         self.shape = ModelShape.from_hf(hf)
         self.dtype = torch_dtype(config.train.dtype)
-        reader = open_weights(config, self.family, self.shape)
         chunks = build_model(hf, config, mesh)
         self._place = place_of_rank(mesh, chunks)
+        reader = open_weights(config, self.family, self.shape, self._place)
         blocks = blocks_of(self.family, self.shape, self._place)
         load_parameters(global_parameters(chunks, self._place), blocks, reader)
         self.chunks = wrap_for_training(chunks, config)
@@ -275,12 +275,13 @@ class Policy:
         return box[0]
 
 
-def open_weights(config: Config, family: Family, shape: ModelShape) -> HFReader | MegatronReader:
-    """Where the run starts from. Raises ConfigError for files that are not of this model, or damaged."""
+def open_weights(config: Config, family: Family, shape: ModelShape, place: Place) -> HFReader | MegatronReader:
+    """Where the run starts from. Raises ConfigError where what a rank reads is not of this model, or damaged; all of it
+    was looked at before any process group started (`checks.py`)."""
     if config.model.megatron:
         return MegatronReader(config.model.megatron, family, shape)
     reader = HFReader(config.model.hf)
-    check_files(reader, family, shape)
+    check_files(reader, family, shape, place)
     return reader
 
 

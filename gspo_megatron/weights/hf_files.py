@@ -1,6 +1,7 @@
 """Hugging Face checkpoint directories, read: JSON files and slices of tensors. `hf_writer.py` writes them."""
 
 import json
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,8 @@ class HFReader:
         return header[name]
 
     @property
-    def names(self) -> set[str]:
-        return set(self._file_of)
+    def names(self) -> Set[str]:
+        return self._file_of.keys()
 
     @property
     def files(self) -> list[Path]:

@@ -8,13 +8,20 @@ from torch import Tensor
 from gspo_megatron.config import ConfigError
 from gspo_megatron.weights.families import Family
 from gspo_megatron.weights.hf_files import HFReader
-from gspo_megatron.weights.plan import tensor_faults
+from gspo_megatron.weights.plan import Place, hf_shapes, tensor_faults
 from gspo_megatron.weights.rules import Block, ModelShape
 
 
-def check_files(reader: HFReader, family: Family, shape: ModelShape) -> None:
-    """Raises ConfigError where names or shapes in the files are not those of the family's table."""
-    faults = tensor_faults({name: reader.shape(name) for name in reader.names}, family, shape)
+def check_files(reader: HFReader, family: Family, shape: ModelShape, place: Place | None = None) -> None:
+    """Raises ConfigError where names or shapes in the files are not those of the family's table; with `place` only what
+    a rank there reads is looked at, and only files that hold something of it are opened."""
+    names = reader.names
+    if place is not None:
+        expected = hf_shapes(family, shape, place)
+        names = names & expected.keys()
+        if len(names) == len(expected) and all(reader.shape(name) == size for name, size in expected.items()):
+            return
+    faults = tensor_faults({name: reader.shape(name) for name in names}, family, shape, place)
     if faults:
         raise ConfigError([f"model.hf: {str(reader.directory)!r}: {fault}" for fault in faults])
 
@@ -34,7 +41,7 @@ def load_parameters(params: Mapping[str, Tensor], blocks: Mapping[str, list[Bloc
             filled = sum(block.numel for block in blocks[name])
             assert filled == param.numel(), f"{name}: {filled} of {param.numel()} elements are filled"
             for block in blocks[name]:
-                view = param[block.param_slices]
+                view = param if block.shape == param.shape else param[block.param_slices]
                 if block.hf is None:
                     view.zero_()
                 else:

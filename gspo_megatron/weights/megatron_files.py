@@ -150,7 +150,7 @@ class MegatronReader:
                 continue
             origin = start if block.hf_index is None else start[1:]
             view = out if block.hf_index is None else out[block.hf_index - start[0]]
-            view = replace(part, hf_index=None, hf_start=_relative(part, origin)).of_hf(view)
+            view = part._replace(hf_index=None, hf_start=_relative(part, origin)).of_hf(view)
             self._read_param(block.param, part.param_start, view)
             filled += part.numel
         assert filled == out.numel(), f"{name}: {filled} of {out.numel()} elements are in the table"

@@ -4,10 +4,11 @@ Files are not mapped: mapped pages count as the process's memory, and a file tha
 """
 
 import os
+import threading
 from collections import OrderedDict
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,32 +18,37 @@ PIECE_BYTES = 8 << 20
 _MAX_OPEN = 64
 
 
-class OpenFiles:
-    """Descriptors of the files read last; reading is at absolute positions, so that order does not matter."""
+class _OpenFile:
+    """A descriptor that is closed when nobody holds it any more."""
 
-    def __init__(self):
-        self._descriptors: OrderedDict[Path, int] = OrderedDict()
-
-    def descriptor(self, path: Path) -> int:
-        """Raises OSError where the file can't be opened."""
-        if path in self._descriptors:
-            self._descriptors.move_to_end(path)
-            return self._descriptors[path]
-        if len(self._descriptors) >= _MAX_OPEN:
-            os.close(self._descriptors.popitem(last=False)[1])
-        self._descriptors[path] = os.open(path, os.O_RDONLY)
-        return self._descriptors[path]
-
-    def close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self):
-        self.close()
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
-@dataclass(frozen=True)
-class RawTensor:
+class OpenFiles(threading.local):
+    """The files read last, of each thread its own, so that none closes a file in which another reads; reading is at
+    absolute positions, so that order does not matter."""
+
+    def __init__(self):
+        self._files: OrderedDict[Path, _OpenFile] = OrderedDict()
+
+    def descriptor(self, path: Path) -> int:
+        """Good until the next call. Raises OSError where the file can't be opened."""
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = _OpenFile(path)
+            if len(self._files) > _MAX_OPEN:
+                self._files.popitem(last=False)
+        else:
+            self._files.move_to_end(path)
+        return file.descriptor
+
+
+class RawTensor(NamedTuple):
     """A tensor whose elements lie one after the other (C order, little endian) from byte `offset` of `path` on."""
 
     path: Path
@@ -60,20 +66,19 @@ class RawTensor:
         Raises OSError where the file ends before.
         """
         assert len(start) == out.dim() == len(self.shape)
-        assert all(
-            0 <= low and low + size <= whole for low, size, whole in zip(start, out.shape, self.shape, strict=True)
-        )
+        for low, size, whole in zip(start, out.shape, self.shape, strict=True):
+            assert 0 <= low and low + size <= whole, f"{start} and {tuple(out.shape)} are not within {self.shape}"
         if out.numel():
-            _read(files.descriptor(self.path), self.path, self.offset, self.shape, self.dtype, tuple(start), out)
+            _read(files.descriptor(self.path), self.path, self.offset, self.shape, self.dtype, start, out)
 
 
-def _read(descriptor, path: Path, offset: int, shape, dtype: torch.dtype, start, out: Tensor) -> None:
+def _read(descriptor: int, path: Path, offset: int, shape, dtype: torch.dtype, start, out: Tensor) -> None:
     if out.dim() == 0:
         return _read(descriptor, path, offset, (1,), dtype, (0,), out.view(1))
-    row_shape, row_bytes = shape[1:], prod(shape[1:]) * dtype.itemsize
+    row_shape = shape[1:]
+    row_bytes = prod(row_shape) * dtype.itemsize
     offset += start[0] * row_bytes
-    whole_rows = tuple(out.shape[1:]) == tuple(row_shape)
-    if whole_rows and out.dtype == dtype and out.device.type == "cpu" and out.is_contiguous():
+    if out.dtype == dtype and out.shape[1:] == row_shape and out.device.type == "cpu" and out.is_contiguous():
         return read_bytes(descriptor, path, offset, out)
     if row_bytes > PIECE_BYTES:
         for row in range(out.shape[0]):
@@ -91,17 +96,18 @@ def _read(descriptor, path: Path, offset: int, shape, dtype: torch.dtype, start,
 
 def read_bytes(descriptor: int, path: Path, offset: int, out: Tensor) -> None:
     """Fill a contiguous CPU tensor with the bytes from `offset` on."""
-    view = memoryview(as_bytes(out))
-    while view:
-        number = os.preadv(descriptor, [view], offset)
-        if not number:
-            raise OSError(f"{path} ends at {offset} bytes, within a tensor: truncated while it was read")
-        view, offset = view[number:], offset + number
+    data = as_bytes(out)
+    number = os.preadv(descriptor, [data], offset)
+    while number < len(data):  # the system reads at most 2 GiB at once
+        more = os.preadv(descriptor, [data[number:]], offset + number)
+        if not more:
+            raise OSError(f"{path} ends at {offset + number} bytes, within a tensor: truncated while it was read")
+        number += more
 
 
 def as_bytes(tensor: Tensor):
     """The bytes of a contiguous CPU tensor, as a numpy array that shares its memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
 def torch_dtype_of(name: str, table: dict[str, torch.dtype], path: Path) -> torch.dtype:

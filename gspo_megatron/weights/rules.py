@@ -9,7 +9,7 @@ after the other. Axis 0 is the output dimension, axis 1 the input dimension of a
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -117,12 +117,17 @@ class Segment:
     @property
     def tensor(self) -> str:
         """The HF tensor's name, without a slice."""
-        return self.hf[: self.hf.rindex("[")] if self.hf.endswith("]") else self.hf
+        return without_slice(self.hf)
 
     @property
     def index(self) -> int | None:
         """Of the slice, None for a whole tensor."""
         return int(self.hf[self.hf.rindex("[") + 1 : -1]) if self.hf and self.hf.endswith("]") else None
+
+
+def without_slice(hf: str) -> str:
+    """`experts.down_proj` of `experts.down_proj[3]`."""
+    return hf[: hf.rindex("[")] if hf.endswith("]") else hf
 
 
 Part = tuple[Segment, ...]
@@ -142,8 +147,7 @@ class Composition:
     transposed: bool = False
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """One rectangle that an HF tensor and a rank's shard of a Megatron parameter share.
 
     `param_start` are the offsets per axis, `shape` its size. Where it lies in the HF tensor is what `hf_slices` says, and
@@ -192,8 +196,7 @@ class Block:
             return None
         steps = self.hf_step or (1,) * len(self.shape)
         moved = [(a - b) * step for a, b, step in zip(low, self.param_start, steps, strict=True)]
-        return replace(
-            self,
+        return self._replace(
             hf_start=tuple(a + b for a, b in zip(self.hf_start, moved, strict=True)),
             param_start=tuple(low),
             shape=tuple(b - a for a, b in zip(low, high, strict=True)),

@@ -64,11 +64,14 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _raw_tensor(path: Path, base: int, entry: dict[str, Any]) -> RawTensor:
     low, high = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    tensor = RawTensor(path, base + low, shape, torch_dtype_of(entry["dtype"], _DTYPES, path))
-    if low < 0 or any(type(size) is not int or size < 0 for size in shape) or high - low != tensor.num_bytes:
-        raise ValueError(f"{high - low} bytes for a tensor of {tensor.num_bytes}")
-    return tensor
+    shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"]) or torch_dtype_of(entry["dtype"], _DTYPES, path)
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"a size of {size!r}")
+    num_bytes = prod(shape) * dtype.itemsize
+    if low < 0 or high - low != num_bytes:
+        raise ValueError(f"{high - low} bytes for a tensor of {num_bytes}")
+    return RawTensor(path, base + low, shape, dtype)
 
 
 def write_safetensors_header(file: BinaryIO, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:

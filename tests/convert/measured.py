@@ -35,7 +35,7 @@ def load(hf: str) -> int:
     chunks = build_model(values, config, mesh)
     place = place_of_rank(mesh, chunks)
     params = global_parameters(chunks, place)
-    load_parameters(params, blocks_of(family, shape, place), open_weights(config, family, shape))
+    load_parameters(params, blocks_of(family, shape, place), open_weights(config, family, shape, place))
     mesh.close()
     return sum(param.nbytes for param in params.values())
 
