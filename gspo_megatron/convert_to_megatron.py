@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored_layout
@@ -28,13 +29,12 @@ from gspo_megatron.weights.hf_writer import copy_model_files
 from gspo_megatron.weights.load import check_files, read_block
 from gspo_megatron.weights.megatron_files import MegatronReader
 from gspo_megatron.weights.partial import PartialDirectory
-from gspo_megatron.weights.plan import Place, blocks_of, whole_place
+from gspo_megatron.weights.plan import blocks_of, whole_place
 from gspo_megatron.weights.prediction_layers import PredictionLayers
+from gspo_megatron.weights.raw_files import Scratch
 from gspo_megatron.weights.rules import Block, ModelShape
 from gspo_megatron.weights.safetensors_files import write_pieces, write_safetensors_header
-from gspo_megatron.weights.torch_dist_writer import (
-    WrittenChunk, without_checksums, write_chunk, write_torch_dist_metadata,
-)  # fmt: skip
+from gspo_megatron.weights.torch_dist_writer import ChunkWriter, WrittenChunk, write_torch_dist_metadata
 
 CHUNK_BYTES = 128 << 20
 """Larger chunks are cut further: a chunk is what is in memory."""
@@ -85,14 +85,15 @@ def convert(options: Options) -> str:
     partial = PartialDirectory(options.megatron, "--megatron", options.hf, options.overwrite)
     if not options.dry_run:
         partial.refuse_target()
-    _cuts(family, shape, options)
+    blocks = blocks_of(family, shape, whole_place(shape))
+    cut = _cuts(family, shape, blocks, options)
     mesh = open_mesh()
     try:
         try:
             parts, objects = stored_layout(hf, mesh)
         except ConfigError as error:  # a setting of config.json that the model is not built with
             raise renamed(error, "--hf") from None
-        plan = _Plan(reader, family, shape, parts, options)
+        plan = _Plan(reader, family, shape, blocks, cut, parts, options)
         if options.dry_run:
             return with_fault(plan.describe(), partial)
         return _write(plan, objects, partial, Ranks(mesh.rank, mesh.world_size), family)
@@ -107,8 +108,10 @@ def open_mesh() -> Mesh:
     return Mesh.create(ParallelConfig(), seed=1, timeout_s=TIMEOUT_S)
 
 
-def _cuts(family: Family, shape: ModelShape, options: Options) -> Callable[[str], int | None]:
-    """Canonical name -> the axis along which tensor parallelism cuts a parameter.
+def _cuts(
+    family: Family, shape: ModelShape, blocks: dict[str, list[Block]], options: Options
+) -> dict[str, int | None]:
+    """Canonical name -> the axis along which tensor parallelism cuts a parameter, whose `blocks` are given whole.
 
     Raises ConfigError for a layout that does not fit the model.
     """
@@ -120,19 +123,16 @@ def _cuts(family: Family, shape: ModelShape, options: Options) -> Callable[[str]
             raise ConfigError(f"--{name} {size}: the model has {whole} {'layers' if name == 'pp' else 'experts'}")
     if min(options.tensor, options.expert_tensor) < 1:
         raise ConfigError("--tp and --etp must be at least 1")
-    whole = whole_place(shape)
-    place = Place(**(vars(whole) | {"tensor_size": options.tensor, "expert_tensor_size": options.expert_tensor}))
+    place = replace(whole_place(shape), tensor_size=options.tensor, expert_tensor_size=options.expert_tensor)
     try:
         sizes = {param: _size(parts) for param, parts in blocks_of(family, shape, place).items()}
     except ValueError as error:
         raise ConfigError(f"--tp {options.tensor} --etp {options.expert_tensor}: {error}") from None
-    wholes = {param: _size(parts) for param, parts in blocks_of(family, shape, whole).items()}
-
-    def cut(param: str) -> int | None:
-        axes = [axis for axis, (a, b) in enumerate(zip(sizes[param], wholes[param], strict=True)) if a != b]
-        return axes[0] if axes else None
-
-    return cut
+    axes = {}
+    for param, parts in blocks.items():
+        differ = [axis for axis, (a, b) in enumerate(zip(sizes[param], _size(parts), strict=True)) if a != b]
+        axes[param] = differ[0] if differ else None
+    return axes
 
 
 def _size(parts: Sequence[Block]) -> tuple[int, ...]:
@@ -143,10 +143,18 @@ def _size(parts: Sequence[Block]) -> tuple[int, ...]:
 class _Plan:
     """Which chunks go into which file, with everything known before the first byte is written."""
 
-    def __init__(self, reader: HFReader, family: Family, shape: ModelShape, parts: list[StoredPart], options: Options):
-        self.reader, self.options, self._shape = reader, options, shape
-        self.blocks = blocks = blocks_of(family, shape, whole_place(shape))
-        self._cut = _cuts(family, shape, options)
+    def __init__(
+        self,
+        reader: HFReader,
+        family: Family,
+        shape: ModelShape,
+        blocks: dict[str, list[Block]],
+        cut: dict[str, int | None],
+        parts: list[StoredPart],
+        options: Options,
+    ):
+        self.reader, self.options, self._shape, self.blocks, self._cut = reader, options, shape, blocks, cut
+        self._chunks, self._scratch = ChunkWriter(), Scratch()
         missing = blocks.keys() ^ {part.param for part in parts}
         assert not missing, f"Megatron's model and the family's table differ in {sorted(missing)[:5]}"
         sources = {param: [block.hf for block in found if block.hf] for param, found in blocks.items()}
@@ -184,7 +192,7 @@ class _Plan:
         return stage, int(expert[1]) * self.options.expert // self._shape.num_experts if expert else 0
 
     def _items(self, part: StoredPart) -> Iterator[Item]:
-        dtype, axis = self.key_dtypes[part.key], self._cut(part.param)
+        dtype, axis = self.key_dtypes[part.key], self._cut[part.param]
         is_expert = ".local_experts." in part.param
         number = self.options.expert_tensor if is_expert else self.options.tensor
         steps = list(part.shape)
@@ -228,21 +236,34 @@ class _Plan:
     def write_file(self, file: BinaryIO, name: str, advance: Callable[[int], None]) -> list:
         written = []
         for item in self.files[name]:
-            tensor = torch.empty(item.shape, dtype=item.dtype)
-            filled = 0
-            for block in self.blocks[item.param]:
-                part = block.cut(item.param_start, item.shape)
-                if part is not None:
-                    view = tensor[part._replace(param_start=_minus(part.param_start, item.param_start)).param_slices]
-                    view.zero_() if part.hf is None else read_block(self.reader, part, view)
-                    if part.hf is not None:
-                        refuse_infinite(self.reader, part.hf, view)
-                    filled += part.numel
-            assert filled == tensor.numel(), f"{item.param}: {filled} of {tensor.numel()} elements are in the table"
-            place = write_chunk(file, tensor.view((1,) * item.lead + item.shape))
-            written.append(WrittenChunk(item.key, list(item.start), [1] * item.lead + list(item.shape), *place))
+            data = self._scratch.bytes(item.num_bytes)
+            self._fill(item, data)
+            shape = (1,) * item.lead + item.shape
+            place = self._chunks.write(file, data, shape, item.dtype)
+            written.append(WrittenChunk(item.key, list(item.start), list(shape), *place))
             advance(item.num_bytes)
         return written
+
+    def _fill(self, item: Item, data: Tensor) -> None:
+        """Read a chunk's elements into `data`, uint8."""
+        row, array, filled = item.num_bytes // (item.shape or (1,))[0], data.numpy(), 0
+        for block in self.blocks[item.param]:
+            part = block.cut(item.param_start, item.shape)
+            if part is None:
+                continue
+            filled += part.numel
+            start = _minus(part.param_start, item.param_start)
+            if part.hf is not None and part.is_plain and not any(start[1:]) and part.shape[1:] == item.shape[1:]:
+                rows = array[start[0] * row : (start[0] + part.shape[0]) * row]
+                if self.reader.read_rows(part.hf, part.hf_start, part.shape, item.dtype, rows):
+                    continue
+            view = data.view(item.dtype).view(item.shape)[part._replace(param_start=start).param_slices]
+            if part.hf is None:
+                view.zero_()
+            else:
+                read_block(self.reader, part, view)
+                refuse_infinite(self.reader, part.hf, view)
+        assert filled == prod(item.shape), f"{item.param}: {filled} of {prod(item.shape)} elements are in the table"
 
 
 def _minus(start: Sequence[int], origin: Sequence[int]) -> tuple[int, ...]:
@@ -260,7 +281,7 @@ def _write(plan: _Plan, objects: list[StoredObject], partial: PartialDirectory, 
     ranks.barrier()
     mine = [name for name in ranks.share(list(plan.files)) if partial.finished(name) is None]
     num_bytes = sum(item.num_bytes for name in mine for item in plan.files[name])
-    with progress("writing", num_bytes, ranks) as advance, without_checksums():
+    with progress("writing", num_bytes, ranks) as advance:
         for name in mine:
             partial.write(name, lambda file, name=name: plan.write_file(file, name, advance))
     ranks.barrier()  # rank 0 now reads what all ranks noted

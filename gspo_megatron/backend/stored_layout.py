@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.model import build_model
-from gspo_megatron.config import Config, ParallelConfig
+from gspo_megatron.config import Config, MegatronConfig, ParallelConfig
 from gspo_megatron.weights.families import canonical_name
 
 _FACTORIES = {
@@ -80,7 +80,10 @@ def stored_layout(hf: dict[str, Any], mesh: Mesh) -> tuple[list[StoredPart], lis
     """
     assert mesh.parallel == ParallelConfig()
     with _WithoutMemory():
-        (model,) = build_model(hf, Config(), dataclasses.replace(mesh, device=torch.device("meta")))
+        config = Config(megatron=MegatronConfig(transformer={"perform_initialization": False}))
+        (model,) = build_model(hf, config, dataclasses.replace(mesh, device=torch.device("meta")))
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    sizes = {name: tensor.numel() for name, tensor in named}
     parts, objects = [], []
     for name, entry in model.sharded_state_dict().items():
         param = canonical_name(name)
@@ -89,16 +92,10 @@ def stored_layout(hf: dict[str, Any], mesh: Mesh) -> tuple[list[StoredPart], lis
             objects.append(_object(entry))
             continue
         found = [_part(param, tensor) for tensor in tensors if isinstance(tensor, ShardedTensor)]
-        size = model_size(model, name)
-        assert found and sum(prod(part.shape) for part in found) == size, f"{name}: parts of another size than {size}"
+        whole = sum(prod(part.shape) for part in found) == sizes[name]
+        assert found and whole, f"{name}: parts of another size than {sizes[name]}"
         parts += found
     return parts, objects
-
-
-def model_size(model: torch.nn.Module, name: str) -> int:
-    """Elements of a parameter or buffer."""
-    module, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(module), leaf).numel()
 
 
 def _part(param: str, tensor: ShardedTensor) -> StoredPart:

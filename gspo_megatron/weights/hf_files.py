@@ -1,7 +1,7 @@
 """Hugging Face checkpoint directories, read: JSON files and slices of tensors. `hf_writer.py` writes them."""
 
 import json
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.config import ConfigError
-from gspo_megatron.weights.raw_files import OpenFiles, RawTensor
+from gspo_megatron.weights.raw_files import OpenFiles, RawTensor, fill
 from gspo_megatron.weights.safetensors_files import read_safetensors_header
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -115,6 +115,20 @@ class HFReader:
             self._tensor(name).read_into(self._files, start, out)
         except OSError as error:
             raise ConfigError(f"model.hf: {self.directory}: {name} can't be read: {error}") from None
+
+    def read_rows(self, name: str, start: Sequence[int], shape: Sequence[int], dtype: torch.dtype, out) -> bool:
+        """Read a block's bytes into a numpy array of bytes, if it consists of whole rows in this dtype; else False."""
+        tensor = self._tensor(name)
+        extent = tensor.extent(start, shape) if tensor.dtype == dtype and shape else None
+        if extent is None:
+            return False
+        offset, number = extent
+        assert number == len(out), f"{name}: {number} bytes for {len(out)}"
+        try:
+            fill(self._files.descriptor(tensor.path), tensor.path, offset, out)
+        except OSError as error:
+            raise ConfigError(f"model.hf: {self.directory}: {name} can't be read: {error}") from None
+        return True
 
     def read_slices(self, name: str, slices: tuple[int | slice, ...]) -> Tensor:
         """`tensor[slices]` in the file's dtype, on the CPU; between the steps of a slice all is read."""

@@ -21,7 +21,7 @@ from gspo_megatron.config import ConfigError
 from gspo_megatron.file_lock import take
 
 SOURCE, DONE, WRITING, LOCK = "source.json", ".done.json", ".writing", ".lock"
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 16
 
 
 class PartialDirectory:

@@ -4,8 +4,8 @@ Files are not mapped: mapped pages count as the process's memory, and a file tha
 """
 
 import os
-import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -18,34 +18,41 @@ PIECE_BYTES = 8 << 20
 _MAX_OPEN = 64
 
 
-class _OpenFile:
-    """A descriptor that is closed when nobody holds it any more."""
-
-    def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self):
-        if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
-
-
-class OpenFiles(threading.local):
-    """The files read last, of each thread its own, so that none closes a file in which another reads; reading is at
-    absolute positions, so that order does not matter."""
+class OpenFiles:
+    """Descriptors of the files read last; reading is at absolute positions, so that order does not matter."""
 
     def __init__(self):
-        self._files: OrderedDict[Path, _OpenFile] = OrderedDict()
+        self._descriptors: OrderedDict[Path, int] = OrderedDict()
 
     def descriptor(self, path: Path) -> int:
-        """Good until the next call. Raises OSError where the file can't be opened."""
-        file = self._files.get(path)
-        if file is None:
-            file = self._files[path] = _OpenFile(path)
-            if len(self._files) > _MAX_OPEN:
-                self._files.popitem(last=False)
-        else:
-            self._files.move_to_end(path)
-        return file.descriptor
+        """Raises OSError where the file can't be opened."""
+        if path in self._descriptors:
+            self._descriptors.move_to_end(path)
+            return self._descriptors[path]
+        if len(self._descriptors) >= _MAX_OPEN:
+            os.close(self._descriptors.popitem(last=False)[1])
+        self._descriptors[path] = os.open(path, os.O_RDONLY)
+        return self._descriptors[path]
+
+    def close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def __del__(self):
+        self.close()
+
+
+class Scratch:
+    """Memory for one tensor after the other, which spares a page fault for every 4 KiB of new memory."""
+
+    def __init__(self):
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def bytes(self, number: int) -> Tensor:
+        """uint8 [number], uninitialised; good until the next call."""
+        if len(self._bytes) < number:
+            self._bytes = torch.empty(number, dtype=torch.uint8)
+        return self._bytes[:number]
 
 
 class RawTensor(NamedTuple):
@@ -72,6 +79,14 @@ class RawTensor(NamedTuple):
             _read(files.descriptor(self.path), self.path, self.offset, self.shape, self.dtype, start, out)
 
 
+    def extent(self, start: Sequence[int], shape: Sequence[int]) -> tuple[int, int] | None:
+        """(offset in the file, number) of the bytes of a block of whole rows; None for another block."""
+        if any(start[1:]) or tuple(shape[1:]) != self.shape[1:]:
+            return None
+        row = prod(self.shape[1:]) * self.dtype.itemsize
+        return self.offset + start[0] * row, shape[0] * row
+
+
 def _read(descriptor: int, path: Path, offset: int, shape, dtype: torch.dtype, start, out: Tensor) -> None:
     if out.dim() == 0:
         return _read(descriptor, path, offset, (1,), dtype, (0,), out.view(1))
@@ -96,7 +111,11 @@ def _read(descriptor: int, path: Path, offset: int, shape, dtype: torch.dtype, s
 
 def read_bytes(descriptor: int, path: Path, offset: int, out: Tensor) -> None:
     """Fill a contiguous CPU tensor with the bytes from `offset` on."""
-    data = as_bytes(out)
+    fill(descriptor, path, offset, as_bytes(out))
+
+
+def fill(descriptor: int, path: Path, offset: int, data) -> None:
+    """Fill a numpy array of bytes. Raises OSError where the file ends before."""
     number = os.preadv(descriptor, [data], offset)
     while number < len(data):  # the system reads at most 2 GiB at once
         more = os.preadv(descriptor, [data[number:]], offset + number)

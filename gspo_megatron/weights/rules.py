@@ -190,6 +190,9 @@ class Block(NamedTuple):
 
     def cut(self, start: Sequence[int], shape: Sequence[int]) -> "Block | None":
         """What this has in common with the rectangle of the parameter at `start`; None where that is nothing."""
+        edges = zip(start, shape, self.param_start, self.shape, strict=True)
+        if all(a <= b and b + n <= a + m for a, m, b, n in edges):
+            return self
         low = [max(a, b) for a, b in zip(start, self.param_start, strict=True)]
         high = [min(a + m, b + n) for a, m, b, n in zip(start, shape, self.param_start, self.shape, strict=True)]
         if any(a >= b for a, b in zip(low, high, strict=True)):

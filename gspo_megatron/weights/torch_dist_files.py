@@ -13,11 +13,10 @@ import pickle
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +44,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-@dataclass(frozen=True)
-class Chunk:
+_MOST_FRAME_BYTES = 64 << 10
+
+
+class Chunk(NamedTuple):
     """A rectangle of a global tensor, and the bytes in which it lies as torch.save wrote it."""
 
     start: tuple[int, ...]
@@ -82,6 +83,7 @@ class TorchDistReader:
     def __init__(self, directory: str | Path):
         self.directory = Path(directory)
         self._files = OpenFiles()
+        self._frames = Frames(self._files)
         self._located: dict[Chunk, RawTensor] = {}
         self.tensors = _read_metadata(self.directory)
         files = {
@@ -121,17 +123,58 @@ class TorchDistReader:
             raise ValueError(f"{self.directory}: {filled} of {out.numel()} elements of a block of {key} are there")
 
     def _locate(self, key: str, chunk: Chunk, dtype: torch.dtype) -> RawTensor:
-        if chunk not in self._located:
+        found = self._located.get(chunk)
+        if found is None:
+            path = self.directory / chunk.file
+            try:
+                start = self._frames.data_start(path, chunk.offset, chunk.length, chunk.shape, dtype)
+            except ValueError as error:
+                raise ValueError(f"{path}: {key} at byte {chunk.offset} can't be read ({error})") from None
             if len(self._located) > 4096:
                 self._located.clear()
-            path = self.directory / chunk.file
-            window = io.BufferedReader(_Window(self._files, path, chunk.offset, chunk.length), 4096)
-            try:
-                start = _find_data(window, chunk, dtype)
-            except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, EOFError, TypeError, IndexError) as error:
-                raise ValueError(f"{path}: {key} at byte {chunk.offset} can't be read ({error})") from None
-            self._located[chunk] = RawTensor(path, chunk.offset + start, chunk.shape, dtype)
-        return self._located[chunk]
+            found = self._located[chunk] = RawTensor(path, chunk.offset + start, chunk.shape, dtype)
+        return found
+
+
+class Frames:
+    """What torch.save puts before and after the elements of a tensor.
+
+    Tensors of one shape and type that were written without checksums have the same: it is read as a zip archive for the
+    first of them, and compared for the others.
+    """
+
+    def __init__(self, files: OpenFiles):
+        self._files = files
+        self._known: dict[tuple, tuple[bytes, bytes] | None] = {}
+        """None for a kind of tensor whose frames differ."""
+
+    def data_start(self, path: Path, offset: int, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """Where the elements begin in the `length` bytes from `offset` on. Raises ValueError for anything but one
+        contiguous tensor of this shape and type, stored as it is; OSError."""
+        kind, num_bytes = (length, shape, dtype), prod(shape) * dtype.itemsize
+        known = self._known.get(kind)
+        if known is not None:
+            before, after = known
+            if self._read(path, offset, len(before)) == before:
+                if self._read(path, offset + length - len(after), len(after)) == after:
+                    return len(before)
+            self._known[kind] = None
+        window = io.BufferedReader(_Window(self._files, path, offset, length), 4096)
+        try:
+            start = _find_data(window, shape, dtype)
+        except (zipfile.BadZipFile, pickle.UnpicklingError, KeyError, EOFError, TypeError, IndexError) as error:
+            raise ValueError(str(error)) from None
+        end = start + num_bytes
+        if kind not in self._known and length - num_bytes <= _MOST_FRAME_BYTES:
+            self._known[kind] = (self._read(path, offset, start), self._read(path, offset + end, length - end))
+        return start
+
+    def frame(self, length: int, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+        """(before, after) of such a tensor, which `data_start` found."""
+        return self._known[length, shape, dtype]
+
+    def _read(self, path: Path, offset: int, number: int) -> bytes:
+        return os.pread(self._files.descriptor(path), number, offset)
 
 
 def _read_metadata(directory: Path) -> dict[str, StoredTensor]:
@@ -187,7 +230,7 @@ class _Window(io.RawIOBase):
         return number
 
 
-def _find_data(window: io.BufferedReader, chunk: Chunk, dtype: torch.dtype) -> int:
+def _find_data(window: io.BufferedReader, expected: tuple[int, ...], dtype: torch.dtype) -> int:
     """Where in the archive the elements begin. Raises ValueError for anything but one contiguous tensor."""
     with zipfile.ZipFile(window) as archive:
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
@@ -199,8 +242,8 @@ def _find_data(window: io.BufferedReader, chunk: Chunk, dtype: torch.dtype) -> i
     contiguous = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     if any(a != b for a, b, size in zip(stride, contiguous, shape, strict=True) if size > 1):
         raise ValueError(f"a chunk is stored with strides {stride}, which is not supported")
-    if shape != chunk.shape or storage[0] != dtype:
-        raise ValueError(f"a chunk holds {storage[0]} {shape}, not {dtype} {chunk.shape}")
+    if shape != expected or storage[0] != dtype:
+        raise ValueError(f"a chunk holds {storage[0]} {shape}, not {dtype} {expected}")
     if member.file_size < (offset + prod(shape)) * dtype.itemsize:
         raise ValueError("a chunk is cut off")
     return _start(window, member) + offset * dtype.itemsize
