@@ -1,10 +1,10 @@
 """How long checkpoints and exports take, and the memory beside the model, against what the disk takes for the bytes.
 
-A made-up Qwen3-MoE of about 300 MB in bf16 on 4 ranks (TP2 PP2 EP2) by default. Memory is the most that a rank's
-resident set rises above what it was; the files are in the page cache of a machine that has room for them, and on disk
-(fsync) at the end.
+A made-up Qwen3-MoE of about 300 MB in bf16 on 4 ranks (TP2 PP2 EP2) by default; smaller sizes leave ranks that hold the
+same parameters (data parallel). Memory is the most that a rank's resident set rises above what it was; the files are in
+the page cache of a machine that has room for them, and on disk (fsync) at the end.
 
-    python benchmarks/saving.py [--layers N] [--hidden N] [--bucket-mib N]
+    python benchmarks/saving.py [--layers N] [--hidden N] [--bucket-mib N] [--tensor N] [--pipeline N] [--expert N]
 """
 
 import argparse
@@ -25,7 +25,6 @@ import torch  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 from make_tiny_model import make_tiny_model  # noqa: E402
 
-LAYOUT = {"tensor": 2, "pipeline": 2, "expert": 2}
 WORLD, REPEATS = 4, 3
 
 
@@ -47,7 +46,7 @@ def measured(mesh, action: Callable[[], None]) -> tuple[float, int]:
     return max(seconds for seconds, _ in by_rank), max(memory for _, memory in by_rank)
 
 
-def rank_main(rank: int, port: int, model: str, scratch: str, bucket_mib: float) -> None:
+def rank_main(rank: int, port: int, model: str, scratch: str, bucket_mib: float, layout: dict[str, int]) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -59,7 +58,7 @@ def rank_main(rank: int, port: int, model: str, scratch: str, bucket_mib: float)
     from gspo_megatron.config import Config, ModelConfig, ParallelConfig, WeightsConfig
     from gspo_megatron.weights.hf_writer import write_hf_checkpoint
 
-    parallel = ParallelConfig(**LAYOUT)
+    parallel = ParallelConfig(**layout)
     mesh = Mesh.create(parallel, seed=1, timeout_s=300)
     config = Config(model=ModelConfig(model), parallel=parallel, weights=WeightsConfig(bucket_mib=bucket_mib))
     policy = Policy(config, mesh)
@@ -92,6 +91,7 @@ def rank_main(rank: int, port: int, model: str, scratch: str, bucket_mib: float)
         "export, all ranks, verified": lambda: export("all", True),
         "checkpoint: copying (all that an asynchronous save waits for)": begin,
         "checkpoint: writing": finish,
+        "checkpoint: reading": lambda: policy.load(Path(f"{scratch}/checkpoint"), same_layout=True),
     }
     found = {name: [] for name in cases}
     for _ in range(REPEATS):
@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--bucket-mib", type=float, default=32.0)
+    for axis in ("tensor", "pipeline", "expert"):
+        parser.add_argument(f"--{axis}", type=int, default=2)
     options = parser.parse_args()
     sizes = {
         "num_hidden_layers": options.layers, "hidden_size": options.hidden, "num_experts": 16, "vocab_size": 32000,
@@ -144,7 +146,8 @@ def main() -> None:
         port = probe.getsockname()[1]
         probe.close()
         model = str(make_tiny_model("qwen3_moe", Path(scratch) / "model", 1, sizes))
-        mp.spawn(rank_main, (port, model, scratch, options.bucket_mib), nprocs=WORLD)
+        layout = {axis: getattr(options, axis) for axis in ("tensor", "pipeline", "expert")}
+        mp.spawn(rank_main, (port, model, scratch, options.bucket_mib, layout), nprocs=WORLD)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ layout can read them. What is no tensor of the model does not go through Megatro
 depends on the layout and which treats torch's Adam wrongly (see `_restore_steps`).
 """
 
-import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,14 +14,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
+from gspo_megatron.backend.mesh import Mesh
+from gspo_megatron.backend.optimizer_state import StateSpace
 from gspo_megatron.backend.pending_save import CheckpointError, PendingSave, failures_named
+from gspo_megatron.backend.stored_state import StoredElements, StoredTensor
+from gspo_megatron.weights.torch_dist_files import TorchDistReader
 
 __all__ = ["CheckpointError", "PendingSave", "load_policy", "save_policy"]
 
@@ -35,20 +37,29 @@ LAYOUT_FREE = {
 
 
 def save_policy(
-    directory: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+    directory: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler,
+    mesh: Mesh,
 ) -> PendingSave:
     """Copy everything to host memory, to be written into the existing, empty `directory`. Collective.
 
-    Memory: on every rank the fp32 parameters and Adam's moments of what it holds of the model, whole (12 bytes a
-    parameter, of all its data-parallel ranks' shares), and its share of the weights; twice that at the peak, for
-    Megatron's writer copies what is cut out of a buffer. Raises CheckpointError.
+    Memory: what this rank writes, once, which is the least there is: 12 bytes for each parameter of which it writes the
+    state (fp32 parameter and Adam's moments; those that data-parallel ranks hold together are shared out among them),
+    and its share of the weights. Beside it two buffers of EXCHANGE_BYTES at most. Raises CheckpointError.
     """
-    shards = _shards(chunks, optimizer, is_loading=False)
+    space = StateSpace(_parts(optimizer))
+    shards = _shards(chunks, space)
     shards["generators"] = _generator_object(_generators())
     shards["progress"] = {"adam_steps": _adam_steps(optimizer), "scheduler_updates": scheduler.num_steps}
     live = [tensor for _, chunk in _by_name(chunks) for tensor in (*chunk.parameters(), *chunk.buffers())]
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return PendingSave(shards, directory, replicas, live)
+
+    def fill(planned: Sequence[ShardedTensor]) -> None:
+        with mesh.waiting_for("other ranks sending Adam's state"):
+            space.fill(planned, mesh.device)
+
+    return PendingSave(shards, directory, _sharing_ranks(optimizer, mesh), live, fill)
 
 
 def load_policy(
@@ -56,26 +67,28 @@ def load_policy(
     chunks: Sequence[nn.Module],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
+    mesh: Mesh,
     same_layout: bool,
 ) -> None:
     """Fill model, optimizer and schedule from what `save_policy` wrote, with `same_layout` the generators too.
 
-    Collective. The optimizer's settings (learning rate, betas, ...) stay those of the running configuration. Raises
-    CheckpointError for a checkpoint of another model, or one that can't be read.
+    Collective. Memory: the weights of this rank once more at most; Adam's state is read to where it belongs. The
+    optimizer's settings (learning rate, betas, ...) stay those of the running configuration. Raises CheckpointError for
+    a checkpoint of another model, or one that can't be read.
     """
     settings = [{k: v for k, v in group.items() if k not in ("params", "step")} for group in optimizer.param_groups]
     for part in _parts(optimizer):
         if not part.optimizer.state:
             part._init_optimizer_states_with_dummy_values()
-    shards = _shards(chunks, optimizer, is_loading=True)
+    shards = _shards(chunks, StateSpace(_parts(optimizer)))
+    described = shards.pop("optimizer")
     if same_layout:
         shards["generators"] = _generator_object(None)
     with failures_named():
         loaded = dist_checkpointing.load(shards, str(directory))
     for name, chunk in _by_name(chunks):
         chunk.load_state_dict(loaded[name])
-    for index, part in enumerate(_parts(optimizer)):
-        _load_part(part, loaded["optimizer"][index])
+    _load_state(directory, optimizer, described, mesh)
     progress = loaded["progress"]
     _restore_steps(optimizer, progress["adam_steps"])
     for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -86,15 +99,20 @@ def load_policy(
         _set_generators(loaded["generators"])
 
 
-def _shards(chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, is_loading: bool) -> dict[str, Any]:
-    """Name -> what this rank holds of each global tensor."""
+def _shards(chunks: Sequence[nn.Module], space: StateSpace) -> dict[str, Any]:
+    """Name -> what this rank holds of each global tensor; Adam's state in the places that `space` knows."""
     metadata = {**LAYOUT_FREE, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     model = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in _by_name(chunks)}
-    state = {}
-    for index, part in enumerate(_parts(optimizer)):
-        with _padding_kept(part):
-            state[index] = part.sharded_param_state_fully_reshardable(model, is_loading, metadata)
-    return {**model, "optimizer": state}
+    return {**model, "optimizer": {part: space.describe(part, model, metadata) for part in range(space.num_parts)}}
+
+
+def _sharing_ranks(optimizer: MegatronOptimizer, mesh: Mesh) -> dist.ProcessGroup:
+    """Who shares the writing of what all hold: the copies of the dense parameters, and where tensor ranks hold copies
+    of experts these too. Megatron finds who writes what in a time that grows with the group."""
+    dense = set(dist.get_process_group_ranks(mesh.data_with_context))
+    if all(dense.issuperset(dist.get_process_group_ranks(part.data_parallel_group)) for part in _parts(optimizer)):
+        return mesh.data_with_context
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def _by_name(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
@@ -111,50 +129,39 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-@contextlib.contextmanager
-def _padding_kept(part: MegatronOptimizer) -> Iterator[None]:
-    """Inside, whole buffers are gathered with the padding between their buckets.
-
-    megatron-core drops it (`get_parameter_state_dp_zero`) and then cuts parameters out at places that count it
-    (`sharded_param_state_fully_reshardable`): with a second bucket, which tied embeddings on two pipeline stages have,
-    and overlap_grad_reduce makes, every parameter after the first bucket is stored as a piece of its neighbours.
-    """
-    gather = part.get_parameter_state_dp_zero
-
-    def gather_with_padding(*args, **kwargs):
-        state = gather(*args, **kwargs)
-        for index, buffer in enumerate(part.buffers if state is not None else ()):
-            for tensors in state[index].values():
-                for key in tensors.keys() - {"numel_unpadded"}:
-                    tensors[key] = _with_padding(tensors[key], buffer.buckets)
-        return state
-
-    part.get_parameter_state_dp_zero = gather_with_padding
+def _load_state(directory: Path, optimizer: MegatronOptimizer, described: dict[int, Any], mesh: Mesh) -> None:
+    """Raises CheckpointError on all ranks where one can't read."""
+    fault = None
     try:
-        yield
-    finally:
-        del part.get_parameter_state_dp_zero
+        reader = TorchDistReader(directory)
+        for index, part in enumerate(_parts(optimizer)):
+            stored = {
+                number: {key: StoredTensor(reader, tensor) for key, tensor in tensors.items()}
+                for number, tensors in described[index].items()
+            }
+            _load_part(part, stored)
+    except (ValueError, OSError) as error:
+        fault = f"rank {mesh.rank}: {error}"
+    faults = [one for one in mesh.gather_objects(fault, "other ranks reading Adam's state") if one]
+    if faults:
+        raise CheckpointError("; ".join(faults))
 
 
-def _with_padding(values: torch.Tensor, buckets: Sequence) -> torch.Tensor:
-    if len(buckets) == 1:
-        return values
-    pieces = values.split([bucket.numel_unpadded for bucket in buckets])
-    padding = [bucket.grad_data.numel() - bucket.numel_unpadded for bucket in buckets]
-    return torch.cat([F.pad(piece, (0, number)) for piece, number in zip(pieces, padding, strict=True)])
-
-
-def _load_part(part: MegatronOptimizer, state: dict[int, dict[str, torch.Tensor]]) -> None:
-    """megatron-core copies a loaded tensor into each entry of Adam's state, among them torch's `step`, which it does
-    not store (KeyError: 'step'). Hand it the step that is there; `_restore_steps` sets it."""
+def _load_part(part: MegatronOptimizer, state: dict[int, dict[str, StoredTensor]]) -> None:
+    """Have megatron-core say which elements of which tensor belong where, and read them to there. Its own way of
+    setting them wants them in memory, and torch's `step` with them, which it does not store (KeyError: 'step')."""
     set_states = part._set_main_param_and_optimizer_states
+    converts = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
 
-    def with_step(param, tensors):
-        group, order = part.model_param_group_index_map[param]
-        own = part.optimizer.state[part.optimizer.param_groups[group]["params"][order]]
-        set_states(param, {**{key: own[key] for key in ("step",) if key in own}, **tensors})
+    def read(param: nn.Parameter, elements: dict[str, StoredElements]) -> None:
+        if converts:  # the state is of other types, or scaled
+            set_states(param, {key: stored.read() for key, stored in elements.items()})
+            return
+        own = part._get_main_param_and_optimizer_states(param)
+        for key, stored in elements.items():
+            stored.read_into(own[key].detach())
 
-    part._set_main_param_and_optimizer_states = with_step
+    part._set_main_param_and_optimizer_states = read
     try:
         part.load_parameter_state_from_fully_reshardable(state)
     finally:

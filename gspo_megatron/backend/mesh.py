@@ -99,6 +99,8 @@ class Mesh:
         """Turns the failure of a collective inside into one that says who waited for what."""
         try:
             yield
+        except CollectiveError:  # has its name from a narrower place
+            raise
         except dist.DistBackendError as error:
             raise CollectiveError(f"{self.describe()}: waiting for {what}: {error}") from error
         except RuntimeError as error:

@@ -8,13 +8,15 @@ import contextlib
 import inspect
 import queue
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -29,13 +31,22 @@ CheckpointError = CheckpointingException
 class PendingSave:
     """The tensors are this object's own from the start: training may go on."""
 
-    def __init__(self, shards: dict[str, Any], directory: Path, replicas: ProcessGroup, live: Collection[Tensor]):
+    def __init__(
+        self,
+        shards: dict[str, Any],
+        directory: Path,
+        replicas: ProcessGroup,
+        live: Collection[Tensor],
+        fill: Callable[[Sequence[ShardedTensor]], None],
+    ):
         """Plan the files and copy what goes into them. Collective.
 
-        `replicas` share the writing of what they all hold. `live`: tensors that training changes in place.
+        `replicas` share the writing of what they all hold. `live`: tensors that training changes in place. `fill` is
+        called on all ranks once it is known who writes what, with what this rank writes: it gives shards their values
+        that are on the meta device.
         """
         filesystem_async._results_queue = queue.Queue()  # Megatron's is served by a process that it spawns, for seconds
-        strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), replicas)
+        strategy = _SharedSave(TorchDistSaveShardedStrategy("torch_dist", 1), replicas, fill)
         with failures_named():
             self._request = _plan(shards, str(directory), strategy)
         self._thread: threading.Thread | None = None
@@ -75,6 +86,24 @@ class PendingSave:
         with failures_named():
             for finalize in self._request.finalize_fns:
                 finalize()
+
+
+class _SharedSave(FullyParallelSaveStrategyWrapper):
+    """Megatron's way to share out the writing, and the values only then."""
+
+    def __init__(
+        self,
+        strategy: TorchDistSaveShardedStrategy,
+        replicas: ProcessGroup,
+        fill: Callable[[Sequence[ShardedTensor]], None],
+    ):
+        super().__init__(strategy, replicas)
+        self._fill = fill
+
+    def apply_saving_parallelization(self, sharded_state_dict: dict[str, Any]) -> None:
+        super().apply_saving_parallelization(sharded_state_dict)
+        shards = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        self._fill([shard for shard in shards if is_main_replica(shard.replica_id)])
 
 
 def _plan(shards: dict[str, Any], directory: str, strategy: FullyParallelSaveStrategyWrapper) -> Any:

@@ -146,12 +146,12 @@ class Policy:
     def begin_save(self, directory: Path) -> PendingSave:
         """The copying part of `save`: call `write` or `start` of what comes back, then `finish`."""
         with self.mesh.waiting_for("other ranks planning a checkpoint"):
-            return save_policy(directory, self.chunks, self._optimizer, self._scheduler)
+            return save_policy(directory, self.chunks, self._optimizer, self._scheduler, self.mesh)
 
     def load(self, directory: Path, same_layout: bool) -> None:
         """Take up what `save` wrote, on this or another layout; generators only on the same one."""
         with self.mesh.waiting_for("other ranks reading a checkpoint"), no_code_from(directory):
-            load_policy(directory, self.chunks, self._optimizer, self._scheduler, same_layout)
+            load_policy(directory, self.chunks, self._optimizer, self._scheduler, self.mesh, same_layout)
 
     @property
     def hf_tensor_specs(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

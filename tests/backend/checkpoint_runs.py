@@ -9,7 +9,7 @@ from gspo_megatron.algorithm.losses import LossOutput
 from gspo_megatron.algorithm.packing import PackedTokens, pack
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.policy import Policy
-from gspo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from gspo_megatron.config import Config, MegatronConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 VOCABULARY = 513
 OPTIMIZER = OptimizerConfig(lr=3e-3, clip_grad=1.0, weight_decay=0.1, schedule="cosine", min_lr=1e-3, warmup_steps=1)
@@ -44,14 +44,19 @@ def go_on(policy: Policy, mesh: Mesh, seeds: list[int]) -> dict:
     }
 
 
-def open_policy(layout: dict, model: str, dtype: str) -> tuple[Policy, Mesh]:
+def open_policy(layout: dict, model: str, dtype: str, ddp: dict | None = None) -> tuple[Policy, Mesh]:
     mesh = Mesh.create(ParallelConfig(**layout), seed=1, timeout_s=60)
-    return make_policy(mesh, model, dtype), mesh
+    return make_policy(mesh, model, dtype, ddp), mesh
 
 
-def make_policy(mesh: Mesh, model: str, dtype: str) -> Policy:
+def make_policy(mesh: Mesh, model: str, dtype: str, ddp: dict | None = None) -> Policy:
+    """`ddp`: settings of Megatron's DistributedDataParallel."""
     train = TrainConfig(dtype=dtype, steps=10, updates_per_rollout=1)
-    return Policy(Config(model=ModelConfig(model), parallel=mesh.parallel, train=train, optimizer=OPTIMIZER), mesh)
+    config = Config(
+        model=ModelConfig(model), parallel=mesh.parallel, train=train, optimizer=OPTIMIZER,
+        megatron=MegatronConfig(ddp=ddp or {}),
+    )  # fmt: skip
+    return Policy(config, mesh)
 
 
 def move_expert_biases(policy: Policy, by: float) -> None:
