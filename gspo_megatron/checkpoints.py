@@ -12,6 +12,8 @@ import json
 import os
 import re
 import shutil
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,29 +138,40 @@ def finish(partial: Path, saved: SavedRun, keep: CheckpointConfig) -> int:
     values = dataclasses.asdict(saved)
     del values["directory"], values["note"]
     _write_json(partial / MANIFEST, {**values, "files": files})
-    if final.exists():  # of a run that was killed after it, or whose last checkpoints were damaged
-        shutil.rmtree(final)
     for path in partial.iterdir():
         sync(path)  # Megatron leaves the small ones to the operating system
     sync(partial)
+    replaced = _take_name(final)  # of a run that was killed after it, or whose last checkpoints were damaged
     partial.rename(final)
     _write_json(root / LATEST, {"checkpoint": final.name})
     sync(root)
-    for step in steps_to_remove(steps_in(root), saved.step, keep):
-        going = root / f"step_{step}.partial"  # killed in the middle, it leaves nothing that looks whole
-        shutil.rmtree(going, ignore_errors=True)
-        (root / f"step_{step}").rename(going)
-        shutil.rmtree(going)
+    steps = steps_in(root)
+    ages = {step: (time.time() - (root / f"step_{step}").stat().st_mtime) / 3600 for step in steps}
+    going = [_take_name(root / f"step_{step}") for step in steps_to_remove(ages, saved.step, keep)]
+    for directory in (replaced, *going):
+        shutil.rmtree(directory, ignore_errors=True)
     return sum(files.values())
 
 
-def steps_to_remove(steps: list[int], last: int, keep: CheckpointConfig) -> list[int]:
-    """Checkpoints that the rules of `keep` do not keep; those after `last` are of a run that this one has replaced."""
-    until_last = [step for step in steps if step <= last]
+def _take_name(directory: Path) -> Path:
+    """What it is called now: removed and killed in the middle, it is not to look whole (see `remove_partial`)."""
+    going = directory.with_name(f"{directory.name}.going.partial")
+    if directory.exists():
+        shutil.rmtree(going, ignore_errors=True)
+        directory.rename(going)
+    return going
+
+
+def steps_to_remove(ages: Mapping[int, float], last: int, keep: CheckpointConfig) -> list[int]:
+    """Of checkpoints (step -> hours since it was written) those that the rules of `keep` do not keep; those after `last`
+    are of a run that this one has replaced."""
+    until_last = sorted(step for step in ages if step <= last)
     kept = set(until_last[-keep.keep :])
     if keep.keep_every:
         kept |= {step for step in until_last if step % keep.keep_every == 0}
-    return [step for step in steps if step not in kept]
+    if keep.keep_hours:
+        kept |= {step for step in until_last if ages[step] <= keep.keep_hours}
+    return sorted(ages.keys() - kept)
 
 
 def remove_partial(root: Path) -> None:

@@ -98,6 +98,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "checkpoint.every": at_least(0),
     "checkpoint.keep": at_least(1),
     "checkpoint.keep_every": at_least(0),
+    "checkpoint.keep_hours": at_least(0),
     "export.hf_every": at_least(0),
     "export.keep": at_least(0),
     "export.shard_mib": above(0),

@@ -297,6 +297,9 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     keep_every: int = 0
     """Checkpoints at multiples of this number of steps are kept for good; 0 keeps none of them."""
+    keep_hours: float = 0.0
+    """Checkpoints of the last so many hours are kept too, however many they are: to return to before a fault that was
+    noticed late. 0 keeps none of them."""
     async_save: bool = False
     """Train on while the files are written: the step waits only until the tensors are copied to host memory. The next
     checkpoint, a signal and the end wait for the one under way."""

@@ -9,6 +9,7 @@ _ON_CPU = (
     r"Transformer Engine and Apex are not installed",
     r"Apex is not installed",
     r"recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
+    r"No CUDA runtime is found",  # by a torch that was built for GPUs
     # Both generators are one where there is no GPU.
     r"CPU RNG state changed within GPU RNG context",
 )

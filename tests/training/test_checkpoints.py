@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,7 +190,31 @@ def test_all_files_are_on_disk_before_a_checkpoint_has_its_name(config, monkeypa
 
 
 def test_those_of_a_run_that_was_replaced_go():
-    assert steps_to_remove([3, 6, 9, 12], 6, CheckpointConfig(keep=1, keep_every=3)) == [9, 12]
+    ages = dict.fromkeys([3, 6, 9, 12], 0.0)
+    assert steps_to_remove(ages, 6, CheckpointConfig(keep=1, keep_every=3, keep_hours=1.0)) == [9, 12]
+
+
+def test_those_of_the_last_hours_are_kept(config):
+    for step in range(1, 6):
+        written = time.time() - 3600 * (5.5 - step)  # 4.5, 3.5, 2.5, 1.5, 0.5 hours ago
+        os.utime(write(config, step), (written, written))
+    write(config, 6, CheckpointConfig(keep=1, keep_hours=2.0))
+    assert steps_in(checkpoints_dir(config)) == [4, 5, 6]
+
+
+def test_one_that_is_replaced_stays_until_the_new_one_has_its_name(config, monkeypatch):
+    write(config, 3)
+    rename, seen = Path.rename, []
+
+    def noted_rename(path, target):
+        if Path(target).name == "step_3":
+            seen.append((Path(target).with_name("step_3.going.partial") / "weights").exists())
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    write(config, 3)
+    assert seen == [True] and find_checkpoint(config).step == 3
+    assert sorted(path.name for path in checkpoints_dir(config).iterdir()) == ["latest.json", "step_3"]
 
 
 def faults(config, saved_config, model=MODEL):
