@@ -41,7 +41,7 @@ from gspo_megatron import convert_to_hf, convert_to_megatron  # noqa: E402
 from gspo_megatron.backend.mesh import Mesh  # noqa: E402
 from gspo_megatron.backend.policy import Policy, open_weights  # noqa: E402
 from gspo_megatron.config import Config, ModelConfig, ParallelConfig, WeightsConfig  # noqa: E402
-from gspo_megatron.convert import Ranks, be_a_single_rank  # noqa: E402
+from gspo_megatron.convert import Ranks  # noqa: E402
 from gspo_megatron.rollout.torchvision_operators import ensure_torchvision_operators  # noqa: E402
 from gspo_megatron.weights import partial  # noqa: E402
 from gspo_megatron.weights.hf_writer import write_hf_checkpoint  # noqa: E402
@@ -64,16 +64,17 @@ def memory(field: str) -> int:
 
 
 def measured(run: Callable[[], None]) -> tuple[float, float]:
-    """Seconds until all ranks are done, and the most MiB that a rank held beyond what it held before."""
+    """Seconds from the start of the first rank to the end of the last, and the most MiB that a rank held beyond what it
+    held before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
     before = memory("VmRSS")
     dist.barrier()
-    started = time.perf_counter()
+    started = time.monotonic()  # one clock for all processes of a machine
     run()
-    dist.barrier()
-    values = torch.tensor([time.perf_counter() - started, (memory("VmHWM") - before) / 2**20])
+    ended = time.monotonic()
+    values = torch.tensor([-started, ended, (memory("VmHWM") - before) / 2**20], dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
-    return float(values[0]), float(values[1])
+    return float(values[1] + values[0]), float(values[2])
 
 
 def by_engine_names(chunk: nn.Module) -> nn.Module:
@@ -187,7 +188,6 @@ def checksum(policy: Policy) -> list[float]:
 def tools(hf: Path, work: Path, repeats: int) -> dict[str, list[float]]:
     """Seconds of both tools and of cp, with and without waiting for the disk."""
     gc.freeze()  # as the tools do
-    be_a_single_rank()
     results: dict[str, list[float]] = {}
     fsync = os.fsync
 

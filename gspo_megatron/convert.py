@@ -71,12 +71,6 @@ class Ranks:
             dist.barrier()
 
 
-def be_a_single_rank() -> None:
-    """torchrun's environment for a process that it did not start."""
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # the store takes a free port as it starts
-
-
 def read_family(directory: Path, option: str) -> tuple[dict[str, Any], Family, ModelShape]:
     """config.json, the family it names, and its sizes. Raises ConfigError naming the command line's `option`."""
     try:

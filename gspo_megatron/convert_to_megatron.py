@@ -19,7 +19,7 @@ from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.stored_layout import StoredObject, StoredPart, stored_layout
 from gspo_megatron.config import ConfigError, ParallelConfig
 from gspo_megatron.convert import (
-    TIMEOUT_S, Ranks, be_a_single_rank, most_common, output_dtypes, pieces, progress, read_family,
+    TIMEOUT_S, Ranks, most_common, output_dtypes, pieces, progress, read_family,
     refuse_infinite, renamed, size_text, verify, with_fault,
 )  # fmt: skip
 from gspo_megatron.resume import HF_SUBDIRECTORY
@@ -104,7 +104,7 @@ def convert(options: Options) -> str:
 def open_mesh() -> Mesh:
     """Every rank holds the whole model: only files are shared out."""
     if "RANK" not in os.environ:
-        be_a_single_rank()
+        return Mesh.alone()
     return Mesh.create(ParallelConfig(), seed=1, timeout_s=TIMEOUT_S)
 
 

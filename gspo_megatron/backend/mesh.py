@@ -47,6 +47,28 @@ class Mesh:
         device = prepare_device()
         timeout = datetime.timedelta(seconds=timeout_s)
         dist.init_process_group(collective_backend(device), timeout=timeout)
+        world = dist.new_group(backend="gloo", timeout=timeout)
+        return cls._of_groups(device, world, parallel, seed, timeout_s, for_checkpoints=True)
+
+    @classmethod
+    def alone(cls) -> "Mesh":
+        """A mesh of this process, to describe a model, not to run it: its groups are torch's `fake` ones, which send
+        nothing and have no threads, whose end would take a tenth of a second."""
+        device = prepare_device()
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+        return cls._of_groups(device, dist.group.WORLD, ParallelConfig(), seed=1, timeout_s=60, for_checkpoints=False)
+
+    @classmethod
+    def _of_groups(
+        cls,
+        device: torch.device,
+        world: ProcessGroup,
+        parallel: ParallelConfig,
+        seed: int,
+        timeout_s: float,
+        for_checkpoints: bool,
+    ) -> "Mesh":
+        """Megatron's groups in the process group that is there; `for_checkpoints` also those over host memory."""
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor,
             pipeline_model_parallel_size=parallel.pipeline,
@@ -55,6 +77,7 @@ class Mesh:
             expert_model_parallel_size=parallel.expert,
             expert_tensor_parallel_size=parallel.expert_tensor,
             distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+            create_gloo_process_groups=for_checkpoints,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         return cls(
@@ -62,7 +85,7 @@ class Mesh:
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             parallel=parallel,
-            world=dist.new_group(backend="gloo", timeout=timeout),
+            world=world,
             tensor=parallel_state.get_tensor_model_parallel_group(),
             pipeline=parallel_state.get_pipeline_model_parallel_group(),
             data=parallel_state.get_data_parallel_group(),

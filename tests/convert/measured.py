@@ -19,16 +19,17 @@ def peak_bytes() -> int:
 
 def load(hf: str) -> int:
     """The model of one rank filled from files; the bytes of its parameters."""
+    from gspo_megatron.__main__ import be_a_single_rank_without_torchrun
     from gspo_megatron.backend.mesh import Mesh
     from gspo_megatron.backend.model import build_model
     from gspo_megatron.backend.parameters import global_parameters, place_of_rank
     from gspo_megatron.backend.policy import open_weights
     from gspo_megatron.config import Config, ModelConfig
-    from gspo_megatron.convert import be_a_single_rank, read_family
+    from gspo_megatron.convert import read_family
     from gspo_megatron.weights.load import load_parameters
     from gspo_megatron.weights.plan import blocks_of
 
-    be_a_single_rank()
+    be_a_single_rank_without_torchrun()
     config = Config(model=ModelConfig(hf=hf))
     values, family, shape = read_family(Path(hf), "hf")
     mesh = Mesh.create(config.parallel, 1, 60)
