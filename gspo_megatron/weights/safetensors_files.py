@@ -42,15 +42,14 @@ def read_safetensors_header(path: Path) -> dict[str, RawTensor]:
         tensors = {name: _raw_tensor(path, 8 + length, entry) for name, entry in header.items()}
     except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
         raise ValueError(f"its header can't be read ({error})") from None
-    end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=8 + length)
+    end = 8 + length
+    for offset, number, name in sorted((tensor.offset, tensor.num_bytes, name) for name, tensor in tensors.items()):
+        if offset != end:
+            raise ValueError(f"{name} begins at byte {offset}, not at {end}, where the tensor before it ends")
+        end += number
     if size != end:
         state = "truncated" if size < end else "too long"
         raise ValueError(f"{state}: {size} bytes, its header tells of {end}")
-    place = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
-        if tensor.offset != place:
-            raise ValueError(f"{name} begins at byte {tensor.offset}, not at {place}, where the tensor before it ends")
-        place += tensor.num_bytes
     return tensors
 
 
