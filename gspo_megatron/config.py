@@ -56,6 +56,9 @@ class ModelConfig:
     """Directory of a `torch_dist` checkpoint of that model (`tools/convert_hf_to_megatron.py`, a run's
     checkpoints/step_N, or Megatron-LM's own) to take the weights from instead. `hf` then gives config.json and
     tokenizer; its weights are not read by the trainer, only by servers that it launches."""
+    trust_remote_code: bool = False
+    """Run the Python code that comes with the tokenizer, which some models need (Kimi-K2). Servers take
+    `rollout.launch.args: {trust-remote-code: true}`."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import dtype
 
 from gspo_megatron.checkpoints import SavedRun
-from gspo_megatron.config import Config, ConfigError
+from gspo_megatron.config import Config, ConfigError, ModelConfig
 from gspo_megatron.data import load_dataset
 from gspo_megatron.rewards.scorer import Scorer
 from gspo_megatron.outgoing import weights_dir
@@ -86,7 +86,7 @@ class LiveSource:
         """What to log of the last `collect`: parts of the reward, rounds of dynamic sampling."""
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as started:
-            tokenizer = load_tokenizer(config.model.hf)
+            tokenizer = load_tokenizer(config.model)
             self.prompts = load_dataset(config.data, tokenizer, config.run.seed)
             scorer = started.enter_context(Scorer(config.reward, tokenizer))
             scorer.check(self.prompts.prompts[0])
@@ -227,15 +227,23 @@ class Recovery:
             self._send_again()
 
 
-def load_tokenizer(directory: str) -> Any:
-    """The tokenizer of a checkpoint, by transformers. Raises ConfigError where it can't be loaded."""
+def load_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of a checkpoint, by transformers. Raises ConfigError where it can't be loaded, or is code that
+    `trust_remote_code` does not allow to run."""
     ensure_torchvision_operators()
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.hf: {directory}: no tokenizer can be loaded ({error}); copy its files there") from error
+    try:  # not given, the last argument would have transformers ask on the terminal
+        return AutoTokenizer.from_pretrained(
+            model.hf, local_files_only=True, trust_remote_code=model.trust_remote_code
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"model.hf: {model.hf}: its tokenizer is Python code of its own; read it, and set "
+                "model.trust_remote_code=true to run it"
+            ) from None
+        raise ConfigError(f"model.hf: {model.hf}: no tokenizer can be loaded ({error}); copy its files there") from error
 
 
 def stop_token_ids(config: Config) -> tuple[int, ...]:

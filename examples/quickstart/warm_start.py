@@ -49,7 +49,7 @@ def supervised_loss(micro_batches: list[PackedTokens]):
 
 def answered_problems(config: Config, seed: int):
     """(prompt ids, answer ids with the stop token), endlessly; other problems than the ones GSPO trains on."""
-    tokenizer = load_tokenizer(config.model.hf)
+    tokenizer = load_tokenizer(config.model)
     end = stop_token_ids(config)[0]
     data = dataclasses.replace(config.data, options={**config.data.options, "seed": seed})
     source = load_dataset(data, tokenizer, seed)

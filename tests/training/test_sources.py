@@ -1,5 +1,6 @@
 """Saved rollouts as a source: what they were when a checkpoint was written must be there when a run goes on from it."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -7,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gspo_megatron.checkpoints import SavedRun
-from gspo_megatron.config import Config, ConfigError, RolloutConfig, RunConfig
-from gspo_megatron.sources import ReplaySource
+from gspo_megatron.config import Config, ConfigError, ModelConfig, RolloutConfig, RunConfig
+from gspo_megatron.sources import ReplaySource, load_tokenizer
 from tests.training.replayed import write_rollouts
 
 
@@ -49,3 +50,26 @@ def test_a_checkpoint_that_says_nothing_of_them(config, saved):
     """Of a run with servers, whose rollouts are replayed from now on, or of an earlier version."""
     for data in (None, {"epoch": 0, "position": 8, "fingerprint": "f"}):
         ReplaySource(config).restore(replace(saved, data=data))
+
+
+def test_a_tokenizer_that_is_code_runs_when_it_is_allowed(tmp_path, tiny_qwen3_moe):
+    directory = Path(shutil.copytree(tiny_qwen3_moe, tmp_path / "model"))
+    ran = tmp_path / "ran"
+    (directory / "tokenization_own.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import PreTrainedTokenizerFast\n"
+        f"Path({str(ran)!r}).touch()\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n"
+        "    pass\n"
+    )
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    values = json.loads((directory / "config.json").read_text())  # of a type that transformers has no tokenizer for
+    (directory / "config.json").write_text(json.dumps(values | {"model_type": "own"}))
+    with pytest.raises(ConfigError, match="model.trust_remote_code=true"):
+        load_tokenizer(ModelConfig(hf=str(directory)))
+    assert not ran.exists()
+    own = load_tokenizer(ModelConfig(hf=str(directory), trust_remote_code=True))
+    assert ran.exists() and type(own).__name__ == "OwnTokenizer"
+    assert own("1+2").input_ids == load_tokenizer(ModelConfig(hf=str(tiny_qwen3_moe)))("1+2").input_ids
