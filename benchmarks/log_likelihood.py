@@ -2,7 +2,8 @@
 
     python benchmarks/log_likelihood.py [--tokens 4096] [--vocab 32768] [--repeats 5]
 
-Three passes of the same model over the same packed tokens, in turn, so that a drift of the machine's speed hits all alike:
+Three passes of the same model over the same packed tokens, in turn, so that a drift of the machine's speed hits all
+alike:
 `body` ends in a sum over hidden states (no output layer), `plain` in Megatron's own output layer and cross entropy over
 all tokens, `ours` in log-probs of the response tokens and the GSPO loss. The floor of the output layer is three matrix
 products a token (logits, gradient of hidden states, gradient of the weight); ours computes logits twice, to hold no
@@ -134,7 +135,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--memory", action="store_true", help="only the memory and the error, at T = 2,048, V = 151,936")
+    parser.add_argument(
+        "--memory", action="store_true", help="only the memory and the error, at T = 2,048, V = 151,936"
+    )
     options = parser.parse_args()
     if options.memory:
         memory(2048, 151936)

@@ -183,7 +183,8 @@ def _gathered(pending, works, blocks, owners, shapes, everyone, mesh) -> Iterato
 
 
 def mbridge_export(params: dict[str, Tensor], shape: ModelShape, place: Place) -> Iterator[tuple[str, Tensor]]:
-    """The package mbridge as it comes, on the same tensors under Transformer Engine's names. All ranks get all tensors."""
+    """The package mbridge as it comes, on the same tensors under Transformer Engine's names. All ranks get all
+    tensors."""
     from mbridge.models.qwen3moe import Qwen3MoEBridge
 
     bridge = Qwen3MoEBridge(

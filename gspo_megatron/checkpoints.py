@@ -163,8 +163,8 @@ def _take_name(directory: Path) -> Path:
 
 
 def steps_to_remove(ages: Mapping[int, float], last: int, keep: CheckpointConfig) -> list[int]:
-    """Of checkpoints (step -> hours since it was written) those that the rules of `keep` do not keep; those after `last`
-    are of a run that this one has replaced."""
+    """Of checkpoints (step -> hours since it was written) those that the rules of `keep` do not keep; those after
+    `last` are of a run that this one has replaced."""
     until_last = sorted(step for step in ages if step <= last)
     kept = set(until_last[-keep.keep :])
     if keep.keep_every:

@@ -1,6 +1,7 @@
 """Where two runs part: `python -m gspo_megatron compare RUN_A RUN_B [--tolerance X]`, on their metrics.jsonl.
 
-Times, speeds and other readings of the clock differ between any two runs and are left out, as are histograms and alarms.
+Times, speeds and other readings of the clock differ between any two runs and are left out, as are histograms and
+alarms.
 """
 
 from dataclasses import dataclass

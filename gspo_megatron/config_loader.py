@@ -1,6 +1,6 @@
 """Strict YAML and dotted overrides -> `Config`. An unknown key, a wrong type or a wrong choice is an error, and all of
-them are reported at once. Imports no torch, but where a loss of the user's own does: Megatron's fields are read from its
-source (`passthrough.py`).
+them are reported at once. Imports no torch, but where a loss of the user's own does: Megatron's fields are read from
+its source (`passthrough.py`).
 
     load_config("run.yaml", ["train.steps=2", "rollout.launch.port=0", "parallel={tensor: 2}"])
 """

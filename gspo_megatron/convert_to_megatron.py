@@ -108,9 +108,7 @@ def open_mesh() -> Mesh:
     return Mesh.create(ParallelConfig(), seed=1, timeout_s=TIMEOUT_S)
 
 
-def _cuts(
-    family: Family, shape: ModelShape, blocks: dict[str, list[Block]], options: Options
-) -> dict[str, int | None]:
+def _cuts(family: Family, shape: ModelShape, blocks: dict[str, list[Block]], options: Options) -> dict[str, int | None]:
     """Canonical name -> the axis along which tensor parallelism cuts a parameter, whose `blocks` are given whole.
 
     Raises ConfigError for a layout that does not fit the model.

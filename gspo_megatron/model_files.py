@@ -107,7 +107,9 @@ def _unsupported(values: dict[str, Any], family: Family) -> list[str]:
     ]
     lacking = [name for name in _ROPE_NUMBERS.get(kind, ()) if type(rope.get(name)) not in (int, float)]
     if lacking:
-        faults.append(f"config.json has {rope_key} of type {kind} without the number {', '.join(lacking)}; copy it again")
+        faults.append(
+            f"config.json has {rope_key} of type {kind} without the number {', '.join(lacking)}; copy it again"
+        )
     return faults + family.faults(values)
 
 
@@ -141,8 +143,8 @@ def megatron_faults(directory: Path, info: ModelInfo | None, hf: Path | None) ->
 
 
 def weight_faults(directory: Path, info: ModelInfo | None = None) -> list[str]:
-    """Missing, truncated or unreadable safetensors files, and tensors that the index lists but no file holds; with `info`
-    also tensors that are not the model's, by name and shape."""
+    """Missing, truncated or unreadable safetensors files, and tensors that the index lists but no file holds; with
+    `info` also tensors that are not the model's, by name and shape."""
     place = f"model.hf: {str(directory)!r}"
     index = directory / "model.safetensors.index.json"
     if not index.is_file():

@@ -115,7 +115,12 @@ class LiveSource:
         log_dir = Path(config.run.dir) / "servers"
         self._processes = started.enter_context(
             launch_servers(
-                config.rollout.launch, config.model.hf, config.train.dtype, log_dir, config.run.seed, report=self._report
+                config.rollout.launch,
+                config.model.hf,
+                config.train.dtype,
+                log_dir,
+                config.run.seed,
+                report=self._report,
             )
         )
         return self._processes.urls
@@ -243,7 +248,9 @@ def load_tokenizer(model: ModelConfig) -> Any:
                 f"model.hf: {model.hf}: its tokenizer is Python code of its own; read it, and set "
                 "model.trust_remote_code=true to run it"
             ) from None
-        raise ConfigError(f"model.hf: {model.hf}: no tokenizer can be loaded ({error}); copy its files there") from error
+        raise ConfigError(
+            f"model.hf: {model.hf}: no tokenizer can be loaded ({error}); copy its files there"
+        ) from error
 
 
 def stop_token_ids(config: Config) -> tuple[int, ...]:
@@ -254,9 +261,13 @@ def stop_token_ids(config: Config) -> tuple[int, ...]:
     if config.rollout.stop_token_ids:
         return config.rollout.stop_token_ids
     directory = Path(config.model.hf)
-    generation = read_json(directory / "generation_config.json") if (directory / "generation_config.json").exists() else {}
+    generation = (
+        read_json(directory / "generation_config.json") if (directory / "generation_config.json").exists() else {}
+    )
     for values in (generation, read_hf_config(directory)):
         ids = values.get("eos_token_id")
         if ids is not None:
             return (ids,) if isinstance(ids, int) else tuple(ids)
-    raise ConfigError("rollout.stop_token_ids: empty, and the checkpoint names no eos_token_id; list the token ids that end")
+    raise ConfigError(
+        "rollout.stop_token_ids: empty, and the checkpoint names no eos_token_id; list the token ids that end"
+    )

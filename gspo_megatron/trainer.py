@@ -72,7 +72,8 @@ def train(config: Config) -> bool:
 
 
 class Run:
-    """What a run holds: on every rank the mesh and the policy; on rank 0 also the source of rollouts and the writers."""
+    """What a run holds: on every rank the mesh and the policy; on rank 0 also the source of rollouts and the
+    writers."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -252,7 +253,12 @@ class Run:
         self.mesh.barrier(f"the sync of weight version {version} by rank 0")
 
     def log(
-        self, step: int, rollout: RolloutArrays, advantages: GroupAdvantages, updates: list[UpdateResult], seconds: float
+        self,
+        step: int,
+        rollout: RolloutArrays,
+        advantages: GroupAdvantages,
+        updates: list[UpdateResult],
+        seconds: float,
     ) -> None:
         """Write the step's metrics and show its progress and its alarms, on rank 0."""
         routing = self.policy.routing_metrics()

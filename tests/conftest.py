@@ -26,7 +26,9 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--without-server", action="store_true", help="leave out what asks the shared SGLang server: it is not installed"
+        "--without-server",
+        action="store_true",
+        help="leave out what asks the shared SGLang server: it is not installed",
     )
 
 

@@ -49,7 +49,9 @@ def _collect(results, processes, world_size: int, deadline: float) -> list:
         except queue.Empty:
             dead = [r for r, p in enumerate(processes) if p.exitcode not in (None, 0) and r not in answers]
             if dead or time.monotonic() > deadline:
-                raise RuntimeError(f"ranks {dead or 'all alive, but out of time'}; answered: {sorted(answers)}") from None
+                raise RuntimeError(
+                    f"ranks {dead or 'all alive, but out of time'}; answered: {sorted(answers)}"
+                ) from None
             continue
         if failure:
             raise RuntimeError(f"rank {rank} failed:\n{failure}")

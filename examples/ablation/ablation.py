@@ -1,6 +1,7 @@
 """GSPO against GSPO-token, and against GRPO without and with routing replay, on the quickstart's tiny MoE, 5 seeds.
 
-    python examples/ablation/ablation.py [--out runs/ablation] [--steps 60] [--seeds 1,2,3,4,5] [--arms gspo,grpo] [a.b=c ...]
+    python examples/ablation/ablation.py [--out runs/ablation] [--steps 60] [--seeds 1,2,3,4,5] [--arms gspo,grpo]
+    [a.b=c ...]
 
 Runs are made one after the other against one SGLang server on this machine's CPU; a run that is finished is not made
 again, so that the same command goes on after an interruption. Overrides go to ablation.yaml of every run. Each seed has

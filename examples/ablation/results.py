@@ -48,8 +48,7 @@ def write_results(dirs: Mapping[str, Mapping[int, Path]], out: Path) -> str:
     `dirs`: [arm][seed] directory of a finished run.
     """
     runs = {
-        arm: {seed: read_metrics(path / "metrics.jsonl") for seed, path in seeds.items()}
-        for arm, seeds in dirs.items()
+        arm: {seed: read_metrics(path / "metrics.jsonl") for seed, path in seeds.items()} for arm, seeds in dirs.items()
     }
     out.mkdir(parents=True, exist_ok=True)
     with (out / "results.csv").open("w", newline="") as file:

@@ -2,9 +2,9 @@
 
     python examples/quickstart/quickstart.py [a.b=c ...]
 
-Overrides go to examples/quickstart.yaml (`run.seed=2`, `train.steps=5`, `run.dir=...`). Steps: make a random checkpoint,
-warm it up on worked examples (warm_start.py says why), train, draw the report. Whatever this starts it stops, also when
-it fails or is interrupted.
+Overrides go to examples/quickstart.yaml (`run.seed=2`, `train.steps=5`, `run.dir=...`). Steps: make a random
+checkpoint, warm it up on worked examples (warm_start.py says why), train, draw the report. Whatever this starts it
+stops, also when it fails or is interrupted.
 """
 
 import os
@@ -78,12 +78,18 @@ def quickstart(overrides: list[str]) -> None:
     overrides = [*overrides, f"model.hf={model}"]
     shutil.rmtree(model, ignore_errors=True)
     seconds = {}
-    seconds["random model"] = run_step(
-        "a tiny random Qwen3-MoE checkpoint", make_model_command(config, random_model)
-    )
+    seconds["random model"] = run_step("a tiny random Qwen3-MoE checkpoint", make_model_command(config, random_model))
     seconds["warm start"] = run_step(
         "warm start on worked examples, through the same Megatron policy",
-        torchrun("examples/quickstart/warm_start.py", str(CONFIG), "--model", str(random_model), "--out", str(model), *overrides),
+        torchrun(
+            "examples/quickstart/warm_start.py",
+            str(CONFIG),
+            "--model",
+            str(random_model),
+            "--out",
+            str(model),
+            *overrides,
+        ),
     )
     seconds["GSPO"] = run_step(
         f"GSPO on {NUM_RANKS} ranks, with a real SGLang server",

@@ -55,10 +55,13 @@ class ContextParallel:
         return zigzag(cu_seqlens, self.rank, self.size)
 
     def chunks(self, cu_seqlens: Tensor) -> tuple[int, Tensor]:
-        """(chunks of a sequence, [S] which of them each of this rank's tokens is in); `cu_seqlens` are this rank's own."""
+        """(chunks of a sequence, [S] which of them each of this rank's tokens is in); `cu_seqlens` are this rank's
+        own."""
         lengths = cu_seqlens.diff().long()
         starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
-        first_half = torch.arange(starts.numel(), device=starts.device) - starts < torch.repeat_interleave(lengths // 2, lengths)
+        first_half = torch.arange(starts.numel(), device=starts.device) - starts < torch.repeat_interleave(
+            lengths // 2, lengths
+        )
         return 2 * self.size, torch.where(first_half, self.rank, 2 * self.size - 1 - self.rank)
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Lets Megatron-Core run on a machine without CUDA, over gloo.
 
-Megatron-Core asks `torch.cuda` for devices, streams, events and generators wherever it goes. Where no CUDA device exists,
-`prepare_device()` answers those questions for the CPU; where one exists it only selects this rank's device. The numerics
-of Megatron's own modules are untouched. Tested with megatron-core 0.16.1 and 0.19.2.
+Megatron-Core asks `torch.cuda` for devices, streams, events and generators wherever it goes. Where no CUDA device
+exists, `prepare_device()` answers those questions for the CPU; where one exists it only selects this rank's device. The
+numerics of Megatron's own modules are untouched. Tested with megatron-core 0.16.1 and 0.19.2.
 """
 
 import contextlib

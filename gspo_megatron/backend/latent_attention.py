@@ -51,7 +51,6 @@ class LatentAttention(MLASelfAttention):
         latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = ReplicatedLinear(config, config.hidden_size, latent)
 
-
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, type]:
         """What 0.19 builds: the submodules as they are. By itself it would put a norm before the query projection where
         queries have no latent, which no model here has (`transformer/mla_qk_norm_config.py`)."""

@@ -42,7 +42,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, padding: int, group: ProcessGroup,
         with_entropy: bool = False,
     ):  # fmt: skip
-        """hidden [R, H], weight [W, H], labels [R] over the whole vocabulary -> fp32 [R], or [2, R]: log-probs, entropies.
+        """hidden [R, H], weight [W, H], labels [R] over the whole vocabulary -> fp32 [R], or [2, R]: log-probs,
+        entropies.
 
         `padding` rows at the end of this rank's weight stand for no token.
         """
@@ -76,8 +77,8 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        """Gradients of this rank's part of the vocabulary; that of hidden is summed over the tensor group by the caller's
-        mapping (gather or copy into the tensor-parallel region).
+        """Gradients of this rank's part of the vocabulary; that of hidden is summed over the tensor group by the
+        caller's mapping (gather or copy into the tensor-parallel region).
 
         d log p_y / d logit_v = 1[v = y] - p_v, and d entropy / d logit_v = -p_v (log p_v + entropy).
         """
@@ -122,8 +123,8 @@ def _chunks(num_tokens: int):
 class LogProbHead(tensor_parallel.ColumnParallelLinear):
     """Megatron's output layer, whose forward gives log-probs of labels instead of logits.
 
-    It stays a ColumnParallelLinear with the same parameter, so that DDP's hooks, checkpoints and tied embeddings work as
-    ever; `adopt` turns the layer that GPTModel built into one.
+    It stays a ColumnParallelLinear with the same parameter, so that DDP's hooks, checkpoints and tied embeddings work
+    as ever; `adopt` turns the layer that GPTModel built into one.
     """
 
     temperature: float = 1.0
@@ -140,7 +141,9 @@ class LogProbHead(tensor_parallel.ColumnParallelLinear):
         layer.vocab_size, layer.temperature, layer.with_entropy = vocab_size, temperature, with_entropy
         return layer
 
-    def forward(self, hidden: Tensor, labels: Tensor, mask: Tensor, weight: Tensor | None, group: ProcessGroup) -> Tensor:
+    def forward(
+        self, hidden: Tensor, labels: Tensor, mask: Tensor, weight: Tensor | None, group: ProcessGroup
+    ) -> Tensor:
         """hidden [T or T/tensor, 1, H], labels and mask [T] -> fp32 log-probs [T], 0 where mask is 0; with entropies
         [2, T]."""
         weight = self.weight if weight is None else weight

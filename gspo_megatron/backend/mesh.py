@@ -135,7 +135,9 @@ class Mesh:
         """`tensor` of the last pipeline stage on all stages of this pipeline (same shape everywhere); in place."""
         if self.pipeline.size() > 1:
             with self.waiting_for(what):
-                dist.broadcast(tensor, dist.get_global_rank(self.pipeline, self.pipeline.size() - 1), group=self.pipeline)
+                dist.broadcast(
+                    tensor, dist.get_global_rank(self.pipeline, self.pipeline.size() - 1), group=self.pipeline
+                )
         return tensor
 
     def any_rank(self, value: bool, what: str) -> bool:

@@ -94,7 +94,8 @@ def transformer_config(hf: dict[str, Any], config: Config, mesh: Mesh) -> Transf
 
 
 def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleSpec:
-    """Transformer Engine's layer on GPUs where it is importable, else the local one with packed attention and our norm."""
+    """Transformer Engine's layer on GPUs where it is importable, else the local one with packed attention and our
+    norm."""
     arguments = dict(
         num_experts=config.num_moe_experts if is_moe else None,
         moe_grouped_gemm=config.moe_grouped_gemm if is_moe else False,
@@ -104,7 +105,9 @@ def layer_spec(config: TransformerConfig, on_gpu: bool, is_moe: bool) -> ModuleS
     if on_gpu and HAVE_TRANSFORMER_ENGINE:
         spec = get_gpt_layer_with_transformer_engine_spec(**arguments)
     else:
-        spec = _with_our_modules(get_gpt_layer_local_spec(**arguments, normalization=config.normalization), config, is_moe)
+        spec = _with_our_modules(
+            get_gpt_layer_local_spec(**arguments, normalization=config.normalization), config, is_moe
+        )
     if is_moe and config.moe_router_group_topk and config.moe_router_score_function == "softmax":
         set_router(spec, BestOfGroupRouter)
     return spec
@@ -162,8 +165,8 @@ def _layers_to_build(config: TransformerConfig, vp_stage: int | None) -> Sequenc
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage answers log-probs of labels, fp32 [T], in place of logits; in passes with a gradient and
-    `with_entropy` [2, T], log-probs and entropies.
+    """GPTModel whose last stage answers log-probs of labels, fp32 [T], in place of logits; in passes with a gradient
+    and `with_entropy` [2, T], log-probs and entropies.
 
     Call it with input_ids, position_ids, labels and loss_mask [1, T], and packed_seq_params.
     """
@@ -220,8 +223,9 @@ def _build_chunk(
 
 
 def _leave_communication_to_the_dispatcher(model: PolicyModel) -> None:
-    """Of experts whose tensor-parallel group has one rank: with tensor > 1 and expert = 1 Megatron's local linear layers
-    still pass through sequence parallelism's (empty) reduce-scatter, to whose output no bias can be added in place."""
+    """Of experts whose tensor-parallel group has one rank: with tensor > 1 and expert = 1 Megatron's local linear
+    layers still pass through sequence parallelism's (empty) reduce-scatter, to whose output no bias can be added in
+    place."""
     for name, module in model.named_modules():
         if ".experts." in name and hasattr(module, "explicit_expert_comm"):
             module.explicit_expert_comm = True

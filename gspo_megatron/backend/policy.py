@@ -57,7 +57,8 @@ class Policy:
     """Collective: all methods must be called by all trainer ranks, with as many micro-batches on each."""
 
     def __init__(self, config: Config, mesh: Mesh, train: bool = True):
-        """Builds the model and fills it from `config.model.hf`. Raises ConfigError for a checkpoint that doesn't fit."""
+        """Builds the model and fills it from `config.model.hf`. Raises ConfigError for a checkpoint that doesn't
+        fit."""
         self.mesh = mesh
         hf = read_hf_config(config.model.hf)
         self.family = family_of(hf, config.model.hf)
@@ -85,7 +86,8 @@ class Policy:
         """Log-probs of all trained tokens, fp32 [T] a micro-batch, nats, 0 elsewhere; whole micro-batches, on all
         pipeline stages and context-parallel ranks.
 
-        `record_routing` keeps the routers' choices, which the updates of the same micro-batches compare with, or replay.
+        `record_routing` keeps the routers' choices, which the updates of the same micro-batches compare with, or
+        replay.
         """
         recording = self._routing.recording() if record_routing else contextlib.nullcontext()
         with torch.no_grad(), recording:
@@ -127,7 +129,9 @@ class Policy:
         metrics = self._gather_metrics(outputs)
         _, grad_norm, _ = self._optimizer.step()
         if not torch.isfinite(torch.as_tensor(grad_norm)):
-            raise FloatingPointError(f"{self.mesh.describe()}: gradient norm is {grad_norm}, loss {metrics['loss_sum']}")
+            raise FloatingPointError(
+                f"{self.mesh.describe()}: gradient norm is {grad_norm}, loss {metrics['loss_sum']}"
+            )
         learning_rate = self._optimizer.param_groups[0]["lr"] if self._optimizer.param_groups else 0.0
         self._scheduler.step(1)
         return UpdateResult(metrics, float(grad_norm), float(learning_rate))
@@ -177,7 +181,8 @@ class Policy:
             yield from export_buckets(self.params, self._plan(senders), None, self.mesh.device)
 
     def sending_order(self, senders: str) -> list[int]:
-        """The rank that gets each bucket of `hf_buckets`, over all ranks, in an order in which none waits for a later."""
+        """The rank that gets each bucket of `hf_buckets`, over all ranks, in an order in which none waits for a
+        later."""
         return [bucket.sender for bucket in self._plan(senders).buckets]
 
     def _plan(self, senders: str) -> ReshardPlan:
@@ -185,7 +190,9 @@ class Policy:
             self._plans[senders] = self.reshard_plan(senders)
         return self._plans[senders]
 
-    def _run(self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None) -> list:
+    def _run(
+        self, micro_batches: Sequence[PackedTokens], forward_only: bool, loss: MicroBatchLoss | None = None
+    ) -> list:
         """One pass of Megatron's schedule over the micro-batches; the last stage's outputs in their order."""
         padded = self._pad_for_schedule(micro_batches)
         shards = [shard_of(batch, self.mesh.context, self.mesh.device) for batch in padded]

@@ -28,7 +28,9 @@ class BestOfGroupRouter(TopKRouter):
         scores = torch.softmax(logits.view(-1, self.config.num_moe_experts), dim=-1, dtype=torch.float32)
         sizes = (self.topk, self.config.moe_router_num_groups, self.config.moe_router_group_topk)
         replay = self.router_replay
-        weights, experts = _choose(scores, *sizes) if replay is None else replay.get_replay_topk(scores, *sizes, _choose)
+        weights, experts = (
+            _choose(scores, *sizes) if replay is None else replay.get_replay_topk(scores, *sizes, _choose)
+        )
         weights = weights * (self.config.moe_router_topk_scaling_factor or 1.0)
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, experts, True)
         return torch.zeros_like(scores).scatter(1, experts, weights).type_as(logits), chosen

@@ -1,7 +1,8 @@
 """Megatron's and torch's loading of `torch_dist` checkpoints without running code from them.
 
-Both unpickle: .metadata with any class that it names, the objects in .distcp files too (`DefaultLoadPlanner.load_bytes`,
-torch/distributed/checkpoint/default_planner.py), and common.pt with torch's own short list.
+Both unpickle: .metadata with any class that it names, the objects in .distcp files too
+(`DefaultLoadPlanner.load_bytes`, torch/distributed/checkpoint/default_planner.py), and common.pt with torch's own short
+list.
 """
 
 import contextlib

@@ -36,9 +36,7 @@ class SGLangClient:
         self._async: httpx.AsyncClient | None = None
 
     async def __aenter__(self) -> "SGLangClient":
-        self._async = httpx.AsyncClient(
-            base_url=self.url, timeout=self.timeout_s, trust_env=False, limits=self._limits
-        )
+        self._async = httpx.AsyncClient(base_url=self.url, timeout=self.timeout_s, trust_env=False, limits=self._limits)
         return self
 
     async def __aexit__(self, *exception) -> None:

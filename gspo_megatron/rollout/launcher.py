@@ -303,4 +303,3 @@ def _ports(launch: LaunchConfig) -> list[int]:
     finally:
         for listener in sockets:
             listener.close()
-

@@ -1,8 +1,9 @@
 """Several trainer ranks that send weights to the same engines, each in a group of its own with all engine ranks.
 
-Rank 0 leads: it pauses and checks the engines, and tells the other ranks when to join groups and when to send. An engine
-takes one bucket at a time; two senders that came to two engines in a different order would wait for each other for ever,
-so that senders take turns, in the order of the reshard plan, while the next bucket of each is on its way to it.
+Rank 0 leads: it pauses and checks the engines, and tells the other ranks when to join groups and when to send. An
+engine takes one bucket at a time; two senders that came to two engines in a different order would wait for each other
+for ever, so that senders take turns, in the order of the reshard plan, while the next bucket of each is on its way to
+it.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Megatron shards -> whole Hugging Face tensors on the senders of a reshard plan, bucket by bucket.
 
-Every rank packs what it holds of a bucket into one message for the bucket's sender. While a bucket is used, the next one
-is on its way (the transfers are asynchronous), in a second buffer: a rank holds two rounds of the plan and no more.
+Every rank packs what it holds of a bucket into one message for the bucket's sender. While a bucket is used, the next
+one is on its way (the transfers are asynchronous), in a second buffer: a rank holds two rounds of the plan and no more.
 """
 
 from collections import deque

@@ -74,8 +74,8 @@ def write_hf_checkpoint(
     not only in the page cache, when it gets its name. `prediction_layers`: `keep` adds those of `reference`
     (`prediction_layers.py`), `drop` has config.json say that there are none, and `as given` leaves both alone.
 
-    Raises HFWriteError on all ranks where one fails, ValueError for a name that comes twice or tensors that are not those
-    of `shapes`; nothing half-written stays.
+    Raises HFWriteError on all ranks where one fails, ValueError for a name that comes twice or tensors that are not
+    those of `shapes`; nothing half-written stays.
     """
     writers = writers or Alone()
     target = Path(directory)

@@ -9,7 +9,6 @@ sharded_state_dict`, `SequentialMLP.sharded_state_dict`, and `sharded_state_dict
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 

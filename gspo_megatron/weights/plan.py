@@ -89,8 +89,8 @@ def hf_dtypes(family: Family, shape: ModelShape, dtype: T, fp32: T | str = "floa
 def tensor_faults(
     found: Mapping[str, tuple[int, ...]], family: Family, shape: ModelShape, place: Place | None = None
 ) -> list[str]:
-    """How a checkpoint's tensors (name -> shape) differ from what config.json and the family's table ask for, one line a
-    kind of fault; with `place` only those that a rank there reads are looked at."""
+    """How a checkpoint's tensors (name -> shape) differ from what config.json and the family's table ask for, one line
+    a kind of fault; with `place` only those that a rank there reads are looked at."""
     expected = hf_shapes(family, shape, place)
     if found == expected:
         return []

@@ -1,8 +1,9 @@
-"""Multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2), which the trainer carries along untrained.
+"""Multi-token-prediction layers (DeepSeek-V3, arXiv 2412.19437, section 2.2), which the trainer carries along
+untrained.
 
 They are in the files behind the last layer, `model.layers.{num_layers}` and up. Engines draft with them and verify with
-the model, so that untrained ones cost acceptance and never change what is sampled. They have copies of the embedding and
-the output layer, which are trained: those are written as the model has them.
+the model, so that untrained ones cost acceptance and never change what is sampled. They have copies of the embedding
+and the output layer, which are trained: those are written as the model has them.
 """
 
 import re
@@ -51,8 +52,8 @@ class PredictionLayers:
         return {copy: source for source, names in self._copies.items() for copy in names}
 
     def added_to(self, tensors: Iterable[tuple[str, Tensor]], rank: int, size: int) -> Iterator[tuple[str, Tensor]]:
-        """`tensors`, with the copies of those that have some, then the share of rank `rank` of `size` of the others, read
-        from the files one by one."""
+        """`tensors`, with the copies of those that have some, then the share of rank `rank` of `size` of the others,
+        read from the files one by one."""
         for name, tensor in tensors:
             yield name, tensor
             for copy in self._copies.get(name, ()):

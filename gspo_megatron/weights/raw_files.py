@@ -78,7 +78,6 @@ class RawTensor(NamedTuple):
         if out.numel():
             _read(files.descriptor(self.path), self.path, self.offset, self.shape, self.dtype, start, out)
 
-
     def extent(self, start: Sequence[int], shape: Sequence[int]) -> tuple[int, int] | None:
         """(offset in the file, number) of the bytes of a block of whole rows; None for another block."""
         if any(start[1:]) or tuple(shape[1:]) != self.shape[1:]:

@@ -199,8 +199,8 @@ def plan_reshard(
 
     A tensor goes to the sender that holds most of it; where several hold as much, or none anything, to the one of them
     (of the tensor's own pipeline stage, if it has one) with the fewest bytes so far. A tensor that is larger than a
-    bucket has one of its own. `together`: HF name -> all names, of one dtype, that must be in one bucket with it. Raises
-    AssertionError where the blocks of all places don't add up to the tensors: a fault
+    bucket has one of its own. `together`: HF name -> all names, of one dtype, that must be in one bucket with it.
+    Raises AssertionError where the blocks of all places don't add up to the tensors: a fault
     in a table.
     """
     assert [place.rank for place in places] == list(range(len(places))), "one place a rank, by rank"
@@ -328,8 +328,8 @@ def _queues(units, specs, pieces, cells, sender_of, senders) -> dict[int, deque[
 
 
 def _schedule(queues: dict[int, deque[_Item]], bucket_bytes: int) -> list[dict[int, list[_Item]]]:
-    """[round] sender -> its bucket's tensors: as many as all ranks that take part have room for, of which a 64th is left
-    to what messages need beside their bytes.
+    """[round] sender -> its bucket's tensors: as many as all ranks that take part have room for, of which a 64th is
+    left to what messages need beside their bytes.
 
     The senders take turns at being first, so that each comes to its due.
     """

@@ -51,7 +51,8 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelShape":
-        """Sizes by the names that the families' config.json files give them. Raises KeyError for one that is missing."""
+        """Sizes by the names that the families' config.json files give them. Raises KeyError for one that is
+        missing."""
         heads, num_layers = config["num_attention_heads"], config["num_hidden_layers"]
         num_experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
         # Mixtral and gpt-oss have no dense layers, and call their experts' width intermediate_size
@@ -150,7 +151,8 @@ class Composition:
 class Block(NamedTuple):
     """One rectangle that an HF tensor and a rank's shard of a Megatron parameter share.
 
-    `param_start` are the offsets per axis, `shape` its size. Where it lies in the HF tensor is what `hf_slices` says, and
+    `param_start` are the offsets per axis, `shape` its size. Where it lies in the HF tensor is what `hf_slices` says,
+    and
     `of_hf` takes it out; `hf_start` and `hf_step` are counted along the parameter's axes. `hf` None marks padding.
     """
 

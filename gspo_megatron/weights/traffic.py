@@ -1,4 +1,5 @@
-"""What a weight sync brings to the engines, in bytes, against the least that it could: on paper, from names and sizes."""
+"""What a weight sync brings to the engines, in bytes, against the least that it could: on paper, from names and
+sizes."""
 
 import re
 from collections.abc import Mapping

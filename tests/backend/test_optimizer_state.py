@@ -1,7 +1,6 @@
 """Adam's state goes to files and back as Megatron's own gather takes it, bit for bit, in a fraction of the memory."""
 
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest

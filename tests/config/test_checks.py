@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_megatron.checks import GUARDS, RANGES, _value, check_config
+from gspo_megatron.checks import GUARDS, RANGES, check_config
 from gspo_megatron.config import Config
 from gspo_megatron.config_loader import load_config
 from tests.config.fakes import QWEN3_8B, TINY, write_checkpoint, write_config
@@ -93,7 +93,10 @@ def test_required_keys_are_all_named_at_once():
         (["loss.log_ratio=sum"], ["loss.log_ratio: sum", "spreads with its length", "use mean", "[summed_ratio]"]),
         (["rollout.top_p=0.9"], ["rollout.top_p: 0.9", "does not model", "use 1.0", "[engine_filter]"]),
         (["rollout.top_k=50"], ["rollout.top_k: 50", "does not model", "use 0", "[engine_filter]"]),
-        (["regularizer={kl: 0.01, kl_estimator: k1}"], ["regularizer.kl_estimator: k1", "use k2 or k3", "[k1_in_loss]"]),
+        (
+            ["regularizer={kl: 0.01, kl_estimator: k1}"],
+            ["regularizer.kl_estimator: k1", "use k2 or k3", "[k1_in_loss]"],
+        ),
         (
             ["loss.name=minirl", "correction.token=truncate"],
             ["correction.token: truncate", "corrected twice", "use none", "[double_correction]"],

@@ -75,8 +75,8 @@ def load_arrays(directory: Path, step: int) -> tuple[RolloutArrays, Tensor]:
 LOSS = GSPOConfig()
 OPTIMIZER = OptimizerConfig(lr=1e-4, beta1=0.9, beta2=0.98, eps=1e-2, clip_grad=1.0)
 """Adam divides by sqrt(v) + eps. With the usual tiny eps its first step is lr * sign(gradient), whatever the size of
-the gradient: an element whose gradient is rounding noise would jump by lr in a random direction, and parameters could not
-be compared. An eps above the gradients makes the step smooth in them, with the same code and state."""
+the gradient: an element whose gradient is rounding noise would jump by lr in a random direction, and parameters could
+not be compared. An eps above the gradients makes the step smooth in them, with the same code and state."""
 
 
 def make_config(model: Path, case: Case, dtype: str = "fp32") -> Config:

@@ -10,7 +10,8 @@ from tests.distributed.compare import Differences
 LOG_PROBS = 1e-5
 """Nats, absolute."""
 LOG_PROBS_OF = {"deepseek_v2": 2e-5}
-"""Its routed experts' outputs, and their rounding with them, are scaled by 2.5: 4e-6 to 9.5e-6 over four random models."""
+"""Its routed experts' outputs, and their rounding with them, are scaled by 2.5: 4e-6 to 9.5e-6 over four random
+models."""
 RELATIVE = 1e-5
 """Of losses and gradients."""
 PARAMETERS = 1e-3

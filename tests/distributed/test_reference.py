@@ -59,7 +59,9 @@ def train_reference(runs):
     from transformers import Qwen3MoeForCausalLM
 
     model = Qwen3MoeForCausalLM.from_pretrained(
-        runs.model, dtype=torch.float64, experts_implementation="eager"  # the grouped kernel knows no float64
+        runs.model,
+        dtype=torch.float64,
+        experts_implementation="eager",  # the grouped kernel knows no float64
     )
     temperature = make_config(runs.model, case(1)).rollout.temperature
     named = dict(model.named_parameters())

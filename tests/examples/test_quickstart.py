@@ -24,7 +24,9 @@ def start(run_dir, *overrides: str, log) -> subprocess.Popen:
 def left_behind(run_dir) -> list[list[str]]:
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
-        if process.info["status"] != psutil.STATUS_ZOMBIE and any(str(run_dir) in word for word in process.info["cmdline"] or ()):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(
+            str(run_dir) in word for word in process.info["cmdline"] or ()
+        ):
             found.append(process.info["cmdline"])
     return found
 

@@ -135,7 +135,9 @@ def test_a_damaged_one_is_named_and_only_passed_over_when_told(config, damage):
 def test_checkpoints_that_are_gone_while_the_pointer_is_there(config):
     """As after a clean-up of old files: the run must not begin anew without a word."""
     shutil.rmtree(write(config, 6))
-    with pytest.raises(ConfigError, match="step_6/run.json is missing, and no whole checkpoint is before it.*overwrite"):
+    with pytest.raises(
+        ConfigError, match="step_6/run.json is missing, and no whole checkpoint is before it.*overwrite"
+    ):
         find_checkpoint(config)
 
 

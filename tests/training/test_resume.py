@@ -95,7 +95,8 @@ def test_torchrun_passes_sigterm_on_and_all_ranks_save(tiny_qwen3_moe, rollouts,
 
 
 def test_a_full_disk_is_named_and_leaves_the_last_checkpoint(tiny_qwen3_moe, rollouts, whole, tmp_path):
-    """A bound on the size of files stands for the disk; the exported model is smaller than it, the checkpoint is not."""
+    """A bound on the size of files stands for the disk; the exported model is smaller than it, the checkpoint is
+    not."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     shutil.copytree(whole, run_dir)
     (run_dir / "checkpoints" / "latest.json").write_text('{"checkpoint": "step_9"}')

@@ -40,7 +40,9 @@ def test_the_same_rollouts_elsewhere_are_gone_on_with(config, saved, tmp_path):
 def test_other_rollouts_are_refused_unless_allowed(config, saved, spoil):
     path = Path(config.rollout.replay) / "step_2.jsonl"
     spoil(path)
-    with pytest.raises(ConfigError, match=f"rollout.replay: {path} is not what the run of the checkpoint c/step_3 trained"):
+    with pytest.raises(
+        ConfigError, match=f"rollout.replay: {path} is not what the run of the checkpoint c/step_3 trained"
+    ):
         ReplaySource(config).restore(saved)
     for allowed in ("rollout", "rollout.replay"):
         ReplaySource(replace(config, run=RunConfig(allow_changed=(allowed,)))).restore(saved)
@@ -63,7 +65,10 @@ def test_a_tokenizer_that_is_code_runs_when_it_is_allowed(tmp_path, tiny_qwen3_m
         "    pass\n"
     )
     settings = json.loads((directory / "tokenizer_config.json").read_text())
-    settings |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    settings |= {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     values = json.loads((directory / "config.json").read_text())  # of a type that transformers has no tokenizer for
     (directory / "config.json").write_text(json.dumps(values | {"model_type": "own"}))

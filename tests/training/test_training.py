@@ -123,7 +123,9 @@ def test_the_exported_model_is_what_the_engine_would_sample_next(live_run):
 
 def test_one_process_without_torchrun_is_a_run_of_one_rank(live_run, tmp_path):
     run_dir, model, _ = live_run
-    arguments = overrides(model, tmp_path / "run", *from_files(run_dir / "rollouts"), "parallel.expert=1", "train.steps=1")
+    arguments = overrides(
+        model, tmp_path / "run", *from_files(run_dir / "rollouts"), "parallel.expert=1", "train.steps=1"
+    )
     finished = train_alone(arguments)
     assert finished.returncode == 0, finished.stdout[-4000:]
     assert metrics(tmp_path / "run")[0]["loss"] == pytest.approx(metrics(run_dir)[0]["loss"], abs=1e-5)

@@ -41,7 +41,9 @@ def load_and_export(layout: dict, directories: list[str]) -> list:
 def export_without(absent: int, directory: str) -> str:
     """The error of an export in which rank `absent` takes no part."""
     mesh = Mesh.create(ParallelConfig(expert=2), seed=1, timeout_s=5)
-    policy = Policy(Config(model=ModelConfig(hf=directory), train=TrainConfig(dtype="fp32"), parallel=mesh.parallel), mesh)
+    policy = Policy(
+        Config(model=ModelConfig(hf=directory), train=TrainConfig(dtype="fp32"), parallel=mesh.parallel), mesh
+    )
     if mesh.rank == absent:
         time.sleep(8)
         return ""

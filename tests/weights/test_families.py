@@ -298,8 +298,9 @@ def test_engine_names_of_other_families(architecture, names):
 
 def transformer_engine_names(local: str, is_latent: bool) -> str:
     """As get_gpt_layer_with_transformer_engine_spec makes them (megatron-core `models/gpt/gpt_layer_specs.py`): the
-    norm before attention is a part of linear_qkv, that before a dense MLP of linear_fc1, and experts are one grouped module.
-    Multi-latent attention has its norms of the latents in the up projections, and none before it in a linear layer."""
+    norm before attention is a part of linear_qkv, that before a dense MLP of linear_fc1, and experts are one grouped
+    module. Multi-latent attention has its norms of the latents in the up projections, and none before it in a linear
+    layer."""
     is_moe = "experts" in local or "router" in local
     words = local.split(".")
     if is_latent and "self_attention" in words and words[-2] in ("q_layernorm", "kv_layernorm"):

@@ -17,7 +17,10 @@ from tests.weights.hf_directories import make_reference, random_tensors
     "files, message",
     [
         ({}, "neither model.safetensors.index.json nor model.safetensors; give a safetensors checkpoint"),
-        ({"pytorch_model.bin": b"\x80\x02"}, "give a safetensors checkpoint; pytorch_model.bin is a pickle, which is never"),
+        (
+            {"pytorch_model.bin": b"\x80\x02"},
+            "give a safetensors checkpoint; pytorch_model.bin is a pickle, which is never",
+        ),
         ({INDEX: b'{"weight_map": {"a": "gone.safetensors"}}'}, "the index names gone.safetensors, which is missing"),
         ({INDEX: b'{"weight_map"'}, "is not JSON"),
         ({INDEX: b'{"metadata": {}}'}, "has no weight_map"),

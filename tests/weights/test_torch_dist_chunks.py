@@ -63,7 +63,11 @@ def test_elements_are_found_whether_or_not_frames_are_alike(tmp_path, checksums)
 
 
 ALTERED = {
-    "code in its pickle": (b"ctorch._utils\n_rebuild_tensor_v2\n", b"cbuiltins\nprint\n0(lp0\n0cbuiltins\nid", "names builtins"),
+    "code in its pickle": (
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"cbuiltins\nprint\n0(lp0\n0cbuiltins\nid",
+        "names builtins",
+    ),
     "another type": (b"ctorch\nFloatStorage\n", b"ctorch\nHalfStorage \n", "can't be read|names torch.HalfStorage"),
     "the end of the archive": (b"PK\x05\x06", b"PK\x05\x07", "not a zip file"),
 }
