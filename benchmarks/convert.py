@@ -31,6 +31,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 from gspo_megatron.notices import hide_known_notices
@@ -117,6 +118,21 @@ def reading_alone(policy: Policy, config: Config) -> Callable[[], None]:
     return read
 
 
+def slices_by_safetensors(policy: Policy, hf: str) -> Callable[[], None]:
+    """Every rank reads its slices by safetensors' own reader, a tensor at a time: what slime does."""
+
+    def load() -> None:
+        weight_map = json.loads((Path(hf) / "model.safetensors.index.json").read_text())["weight_map"]
+        files = {name: safe_open(Path(hf) / name, "pt") for name in set(weight_map.values())}
+        with torch.no_grad():
+            for param, blocks in blocks_of(policy.family, policy.shape, policy._place).items():
+                for block in blocks:
+                    piece = files[weight_map[block.hf]].get_slice(block.hf)[block.hf_slices]
+                    policy.params[param][block.param_slices].copy_(piece)
+
+    return load
+
+
 def variants(policy: Policy, config: Config, work: Path) -> dict[str, Callable[[], None]]:
     hf = config.model.hf
 
@@ -132,6 +148,7 @@ def variants(policy: Policy, config: Config, work: Path) -> dict[str, Callable[[
     runs = {
         "load, ours": load_ours,
         "load, its bytes read and nothing else": reading_alone(policy, config),
+        "load, slices by safetensors": slices_by_safetensors(policy, hf),
         "save, ours": lambda: save_ours(False),
         "save, ours, on disk": lambda: save_ours(True),
     }
@@ -227,7 +244,7 @@ def report_ranks(ranks: dict[str, list]) -> None:
     for name, values in seconds.items():
         extra = max(value[1] for value in ranks[name])
         print(
-            f"{name:34} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), "
+            f"{name:37} {statistics.median(values):7.3f} s ({min(values):.3f} to {max(values):.3f}), "
             f"{extra:4.0f} MiB more"
         )
     for what in ("load", "save"):
@@ -241,7 +258,7 @@ def report_tools(files: dict[str, list[float]]) -> None:
     for name, values in files.items():
         base = files["cp, on disk" if "on disk" in name else "cp"]
         ratio = statistics.median(a / b for a, b in zip(values, base, strict=True))
-        print(f"{name:34} {statistics.median(values):7.3f} s, {ratio:.2f} x cp")
+        print(f"{name:37} {statistics.median(values):7.3f} s, {ratio:.2f} x cp")
 
 
 def main() -> None:
