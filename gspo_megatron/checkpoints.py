@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gspo_megatron.config import CheckpointConfig, Config, ConfigError
-from gspo_megatron.weights.partial import sync
+from gspo_megatron.weights.partial import sync, take_name
 
 MANIFEST, LATEST = "run.json", "latest.json"
 
@@ -141,24 +141,23 @@ def finish(partial: Path, saved: SavedRun, keep: CheckpointConfig) -> int:
     for path in partial.iterdir():
         sync(path)  # Megatron leaves the small ones to the operating system
     sync(partial)
-    replaced = _take_name(final)  # of a run that was killed after it, or whose last checkpoints were damaged
+    replaced = _going(final)  # of a run that was killed after it, or whose last checkpoints were damaged
     partial.rename(final)
     _write_json(root / LATEST, {"checkpoint": final.name})
     sync(root)
     steps = steps_in(root)
     ages = {step: (time.time() - (root / f"step_{step}").stat().st_mtime) / 3600 for step in steps}
-    going = [_take_name(root / f"step_{step}") for step in steps_to_remove(ages, saved.step, keep)]
+    going = [_going(root / f"step_{step}") for step in steps_to_remove(ages, saved.step, keep)]
     for directory in (replaced, *going):
         shutil.rmtree(directory, ignore_errors=True)
     return sum(files.values())
 
 
-def _take_name(directory: Path) -> Path:
-    """What it is called now: removed and killed in the middle, it is not to look whole (see `remove_partial`)."""
+def _going(directory: Path) -> Path:
+    """What it is called from now on, until it is removed (by `remove_partial` too)."""
     going = directory.with_name(f"{directory.name}.going.partial")
     if directory.exists():
-        shutil.rmtree(going, ignore_errors=True)
-        directory.rename(going)
+        take_name(directory, going)
     return going
 
 

@@ -4,7 +4,6 @@ No weight is read, only the headers of the safetensors files, so that a checkpoi
 """
 
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from gspo_megatron.resume import model_differences, model_of_checkpoint
 from gspo_megatron.weights.families import FAMILIES, Family, unsupported
 from gspo_megatron.weights.plan import tensor_faults
 from gspo_megatron.weights.rules import ModelShape
+from gspo_megatron.weights.safetensors_header import read_header
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _ROPE_NUMBERS = {
@@ -22,7 +22,6 @@ _ROPE_NUMBERS = {
     "yarn": ("factor",),
 }
 """What a kind of rotary embedding can't be computed without (`backend/rope.py`)."""
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 @dataclass(frozen=True)
@@ -189,23 +188,7 @@ def _file_fault(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The tensors in a safetensors file's header, and at most one fault."""
     if not path.is_file():
         return {}, [f"{path.name} is missing; copy it again"]
-    actual = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
-        if length > _MAX_HEADER_BYTES:
-            return {}, [f"{path.name} is no safetensors file, or is cut off ({actual} bytes); copy it again"]
-        text = file.read(length)
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
-        return {}, [f"{path.name} has a header that cannot be read ({actual} bytes); copy it again"]
-    expected = 8 + length + end
-    if actual != expected:
-        state = "truncated" if actual < expected else "too long"
-        return header, [f"{path.name} is {state}: {actual} bytes, its header tells of {expected}; copy it again"]
-    if sum(tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in header.values()) != end:
-        return header, [f"{path.name} has tensors that overlap, or gaps between them; copy it again"]
-    return header, []
+        return read_header(path)[0], []
+    except (ValueError, OSError) as error:
+        return {}, [f"{path.name}: {error}; copy it again"]

@@ -23,6 +23,7 @@ from torch import nn
 from gspo_megatron.backend.mesh import Mesh
 from gspo_megatron.backend.optimizer_state import StateSpace
 from gspo_megatron.backend.pending_save import CheckpointError, PendingSave, failures_named
+from gspo_megatron.backend.safe_loading import no_code_from
 from gspo_megatron.backend.stored_state import StoredElements, StoredTensor
 from gspo_megatron.weights.torch_dist_files import TorchDistReader
 
@@ -84,11 +85,11 @@ def load_policy(
     described = shards.pop("optimizer")
     if same_layout:
         shards["generators"] = _generator_object(None)
-    with failures_named():
+    with no_code_from(directory) as reader, failures_named():
         loaded = dist_checkpointing.load(shards, str(directory))
     for name, chunk in _by_name(chunks):
         chunk.load_state_dict(loaded[name])
-    _load_state(directory, optimizer, described, mesh)
+    _load_state(reader, optimizer, described, mesh)
     progress = loaded["progress"]
     _restore_steps(optimizer, progress["adam_steps"])
     for group, values in zip(optimizer.param_groups, settings, strict=True):
@@ -129,11 +130,10 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _load_state(directory: Path, optimizer: MegatronOptimizer, described: dict[int, Any], mesh: Mesh) -> None:
+def _load_state(reader: TorchDistReader, optimizer: MegatronOptimizer, described: dict[int, Any], mesh: Mesh) -> None:
     """Raises CheckpointError on all ranks where one can't read."""
     fault = None
     try:
-        reader = TorchDistReader(directory)
         for index, part in enumerate(_parts(optimizer)):
             stored = {
                 number: {key: StoredTensor(reader, tensor) for key, tensor in tensors.items()}

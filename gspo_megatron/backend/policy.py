@@ -25,7 +25,6 @@ from gspo_megatron.backend.moe_health import RoutingMonitor
 from gspo_megatron.backend.optimizer import build_optimizer, wrap_for_training
 from gspo_megatron.backend.parameters import global_parameters, place_of_rank, places_of_all_ranks
 from gspo_megatron.backend.reference import ReferenceWeights
-from gspo_megatron.backend.safe_loading import no_code_from
 from gspo_megatron.config import Config, ConfigError
 from gspo_megatron.weights.engine_layout import one_message_groups
 from gspo_megatron.weights.export import HFBucket, export_buckets
@@ -154,7 +153,7 @@ class Policy:
 
     def load(self, directory: Path, same_layout: bool) -> None:
         """Take up what `save` wrote, on this or another layout; generators only on the same one."""
-        with self.mesh.waiting_for("other ranks reading a checkpoint"), no_code_from(directory):
+        with self.mesh.waiting_for("other ranks reading a checkpoint"):
             load_policy(directory, self.chunks, self._optimizer, self._scheduler, self.mesh, same_layout)
 
     @property

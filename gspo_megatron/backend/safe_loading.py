@@ -21,13 +21,14 @@ from gspo_megatron.weights.torch_dist_files import TorchDistReader
 
 
 @contextlib.contextmanager
-def no_code_from(directory: Path) -> Iterator[None]:
-    """Inside, what is loaded from `directory` is tensors and plain values. Raises CheckpointError for anything else."""
+def no_code_from(directory: Path) -> Iterator[TorchDistReader]:
+    """Inside, what is loaded from `directory` is tensors and plain values; yields a reader of it. Raises CheckpointError
+    for anything else."""
     load_bytes = DefaultLoadPlanner.load_bytes
     try:
-        TorchDistReader(directory)  # reads .metadata by an unpickler that knows what a checkpoint needs
+        reader = TorchDistReader(directory)  # reads .metadata by an unpickler that knows what a checkpoint needs
         DefaultLoadPlanner.load_bytes = _load_plain
-        yield
+        yield reader
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{directory}: common.pt holds more than tensors and plain values; not loaded") from error
     except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, read_hf_config
-from gspo_megatron.weights.partial import sync
+from gspo_megatron.weights.partial import sync, take_name
 from gspo_megatron.weights.prediction_layers import PredictionLayers, with_number
 from gspo_megatron.weights.shard_file import ShardFile, ShardWriter, header_room, verify
 
@@ -153,10 +153,9 @@ def _old(target: Path) -> Path:
 
 
 def remove_hf_checkpoint(directory: Path) -> None:
-    """Its name goes first: killed in the middle, it leaves nothing that looks whole."""
+    """Its name goes first; what a killed process leaves, `remove_half_written` removes."""
     going = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(going, ignore_errors=True)
-    directory.rename(going)
+    take_name(directory, going)
     shutil.rmtree(going)
 
 

@@ -185,6 +185,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def take_name(directory: Path, going: Path) -> None:
+    """Call it `going` before it is removed: killed in the middle, it is not to look whole."""
+    shutil.rmtree(going, ignore_errors=True)
+    directory.rename(going)
+
+
 def sync(path: Path) -> None:
     """Have a file or directory on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -152,8 +152,7 @@ class Block(NamedTuple):
     """One rectangle that an HF tensor and a rank's shard of a Megatron parameter share.
 
     `param_start` are the offsets per axis, `shape` its size. Where it lies in the HF tensor is what `hf_slices` says,
-    and
-    `of_hf` takes it out; `hf_start` and `hf_step` are counted along the parameter's axes. `hf` None marks padding.
+    and `of_hf` takes it out; `hf_start` and `hf_step` are counted along the parameter's axes. `hf` None marks padding.
     """
 
     hf: str | None

@@ -7,7 +7,6 @@ The library's own reader maps whole files, its writer wants all tensors of a fil
 import json
 import os
 import struct
-from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gspo_megatron.weights.raw_files import RawTensor, as_bytes, torch_dtype_of
+from gspo_megatron.weights.safetensors_header import read_header
 
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -29,36 +28,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def read_safetensors_header(path: Path) -> dict[str, RawTensor]:
     """Name -> where its bytes are. Raises ValueError for a file that is no safetensors file, or cut off; OSError."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"no safetensors file, or cut off ({size} bytes)")
-        text = file.read(length)
+    header, base = read_header(path)
     try:
-        header = json.loads(text, object_pairs_hook=once_each)
-        header.pop("__metadata__", None)
-        tensors = {name: _raw_tensor(path, 8 + length, entry) for name, entry in header.items()}
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        return {name: _raw_tensor(path, base, entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"its header can't be read ({error})") from None
-    end = 8 + length
-    for offset, number, name in sorted((tensor.offset, tensor.num_bytes, name) for name, tensor in tensors.items()):
-        if offset != end:
-            raise ValueError(f"{name} begins at byte {offset}, not at {end}, where the tensor before it ends")
-        end += number
-    if size != end:
-        state = "truncated" if size < end else "too long"
-        raise ValueError(f"{state}: {size} bytes, its header tells of {end}")
-    return tensors
-
-
-def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python's own reader takes the last of two entries of one name without a word."""
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]} comes twice")
-    return values
 
 
 def _raw_tensor(path: Path, base: int, entry: dict[str, Any]) -> RawTensor:
@@ -68,7 +42,7 @@ def _raw_tensor(path: Path, base: int, entry: dict[str, Any]) -> RawTensor:
         if type(size) is not int or size < 0:
             raise ValueError(f"a size of {size!r}")
     num_bytes = prod(shape) * dtype.itemsize
-    if low < 0 or high - low != num_bytes:
+    if high - low != num_bytes:
         raise ValueError(f"{high - low} bytes for a tensor of {num_bytes}")
     return RawTensor(path, base + low, shape, dtype)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from gspo_megatron.weights.raw_files import OpenFiles, RawTensor
 
 METADATA = ".metadata"
+_MOST_FRAME_BYTES = 64 << 10
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -42,9 +43,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs; not loaded")
         return super().find_class(module, name)
-
-
-_MOST_FRAME_BYTES = 64 << 10
 
 
 class Chunk(NamedTuple):

@@ -19,6 +19,7 @@ from gspo_megatron.config import (
     ParallelConfig, RegularizerConfig, RolloutConfig, RunConfig, TrainConfig,
 )  # fmt: skip
 from gspo_megatron.resume import as_json, changed_faults
+from tests.kills import Killed, killed_while_removing
 
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -69,10 +70,6 @@ def test_killed_before_the_first_pointer(config):
     write(config, 3)
     (checkpoints_dir(config) / "latest.json").unlink()
     assert find_checkpoint(config).step == 3
-
-
-class Killed(BaseException):
-    """As SIGKILL: nothing of the program's own handles it."""
 
 
 def test_killed_at_any_operation_of_finishing(config, monkeypatch):
@@ -158,19 +155,11 @@ def test_keep_rules(config, keep, keep_every, kept):
     assert steps_in(checkpoints_dir(config)) == kept
 
 
-def test_killed_while_one_is_removed(config, monkeypatch):
+def test_killed_while_one_is_removed(config):
     """Nothing half-removed has the name of a whole one."""
     write(config, 3)
-
-    def remove_a_file(path, ignore_errors=False):
-        if path.exists():
-            (path / "weights").unlink()
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", remove_a_file)
-        with pytest.raises(Killed):
-            write(config, 6, CheckpointConfig(keep=1))
+    with killed_while_removing("weights"):
+        write(config, 6, CheckpointConfig(keep=1))
     assert steps_in(checkpoints_dir(config)) == [6] and find_checkpoint(config).step == 6
     write(config, 9, CheckpointConfig(keep=1))
     remove_partial(checkpoints_dir(config))

@@ -51,7 +51,9 @@ def test_other_rollouts_are_refused_unless_allowed(config, saved, spoil):
 def test_a_checkpoint_that_says_nothing_of_them(config, saved):
     """Of a run with servers, whose rollouts are replayed from now on, or of an earlier version."""
     for data in (None, {"epoch": 0, "position": 8, "fingerprint": "f"}):
-        ReplaySource(config).restore(replace(saved, data=data))
+        source = ReplaySource(config)
+        source.restore(replace(saved, data=data))
+        assert source.position() == saved.data  # takes those that are there for what was trained on
 
 
 def test_a_tokenizer_that_is_code_runs_when_it_is_allowed(tmp_path, tiny_qwen3_moe):

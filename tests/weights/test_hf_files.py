@@ -50,6 +50,7 @@ def test_a_file_in_place_of_a_directory(tmp_path):
     [
         ('"a": [0, 4], "b": [0, 4]', "b begins at byte .*, where the tensor before it ends"),
         ('"a": [0, 4], "b": [8, 12]', "b begins at byte .*, where the tensor before it ends"),
+        ('"a": [0, 4], "b": [0, 4], "c": [8, 12]', "b begins at byte .*, where the tensor before it ends"),
         ('"a": [4, 8]', "a begins at byte .*, where the tensor before it ends"),
         ('"a": [0, 4], "a": [4, 8]', "a comes twice"),
     ],

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from gspo_megatron.weights import hf_writer
 from gspo_megatron.weights.hf_files import INDEX, SINGLE, HFReader, read_hf_config
 from gspo_megatron.weights.hf_writer import remove_half_written, remove_hf_checkpoint, write_hf_checkpoint
 from gspo_megatron.weights.shard_file import ShardWriter
+from tests.kills import killed_while_removing
 from tests.ranks import run_ranks
 from tests.weights.hf_directories import all_tensors, make_reference, random_tensors, same
 from tests.weights.writer_runs import half_written, write_together
@@ -263,19 +263,11 @@ def test_four_ranks_write_one_checkpoint_or_none(tmp_path, reference):
         assert same(all_tensors(tmp_path / name), first), name
 
 
-def test_killed_while_a_checkpoint_is_removed(tmp_path, reference, monkeypatch):
+def test_killed_while_a_checkpoint_is_removed(tmp_path, reference):
     """Nothing half-removed has its name, and the next start removes the rest."""
     out = write_hf_checkpoint(random_tensors().items(), tmp_path / "hf_step_2", reference)
-
-    def remove_a_file(path, ignore_errors=False):
-        if path.exists():
-            (path / "config.json").unlink()
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", remove_a_file)
-        with pytest.raises(KeyboardInterrupt):
-            remove_hf_checkpoint(out)
+    with killed_while_removing("config.json"):
+        remove_hf_checkpoint(out)
     assert not out.exists()
     remove_half_written(tmp_path, "hf_step_*")
     assert [path.name for path in tmp_path.iterdir()] == ["reference"]
